@@ -1,0 +1,107 @@
+"""Immutable plans between the stages: what the scheduler decides, the runner executes.
+
+No torch here: plans are numpy arrays, the same for every backend.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from engine.types import SamplingParams, TokenLogprob
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+class CascadeLevel(NamedTuple):
+    """One level of a cascade: segment s holds rows [qo_indptr[s], qo_indptr[s+1]), which attend to the
+    pages kv_indices[kv_indptr[s] : kv_indptr[s+1]], of which the last holds last_page_len[s] tokens.
+
+    An empty segment has no pages and last_page_len 0. Every level covers all rows. All int32.
+    """
+
+    qo_indptr: Int32
+    kv_indptr: Int32
+    kv_indices: Int32
+    last_page_len: Int32
+
+
+class CascadePlan(NamedTuple):
+    """How the rows of one step attend: shared spans first, private tails last.
+
+    In every level but the last, each row attends to the whole of its segment (all its rows lie after
+    that span); spans there are multiples of `align` tokens. The last level has one segment a sequence,
+    is causal, and starts at absolute token `kv_start[i]` (a multiple of `align`), which is the length of
+    the sequence's shared spans. Row r stands at absolute position positions[r].
+    """
+
+    align: int
+    levels: tuple[CascadeLevel, ...]
+    kv_start: Int32
+    positions: Int32
+    groups: int = 0
+    grouped_rows: int = 0
+
+
+class RowCopy(NamedTuple):
+    """Copy KV rows [0, rows) of page `source` to page `target`, in every layer."""
+
+    source: int
+    target: int
+    rows: int
+
+
+class SampleRow(NamedTuple):
+    """One row whose logits are wanted, and how to choose from them.
+
+    `row` indexes the step's rows. (seed, prompt_index, choice_index, position) key the random number.
+    """
+
+    row: int
+    params: SamplingParams
+    seed: int
+    prompt_index: int
+    choice_index: int
+    position: int
+
+
+class StepPlan(NamedTuple):
+    """Everything one step does. Order: wipe, copies, then the forward pass (KV is written before a
+    layer attends), then sampling.
+
+    Rows of sequence i are [row_indptr[i], row_indptr[i+1]). `write_slots[r]` is page * page_size +
+    offset of row r's own KV. `sequence_ids[i]` is the scheduler's id of the sequence.
+    """
+
+    step: int
+    sequence_ids: tuple[int, ...]
+    row_indptr: Int32
+    token_ids: Int64
+    write_slots: Int64
+    attention: CascadePlan
+    samples: tuple[SampleRow, ...]
+    sample_sequences: tuple[int, ...]
+    copies: tuple[RowCopy, ...] = ()
+    wipe: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return int(self.token_ids.shape[0])
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What a step gave.
+
+    `tokens[j]` and `logprobs[j]` (None where not asked) belong to samples[j] of the plan. `bad` names
+    the indices i of sequences that had a non-finite hidden state or logit in any of their rows; their
+    tokens mean nothing. `seconds` is the time on the compute thread.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...]
+    bad: frozenset[int] = frozenset()
+    seconds: float = 0.0

@@ -1,0 +1,141 @@
+"""Plain data that crosses the engine's border: requests in, deltas out.
+
+Everything here is a msgspec struct without behaviour worth mentioning, so that an engine can live in
+another process without change.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Namespace(msgspec.Struct, frozen=True):
+    """Who may share cached pages: a path of typed parts below the engine's own model part.
+
+    Absent (None) differs from empty (""). The engine puts the numerics fingerprint and the weight
+    version in front, so a reload or another executor never matches old pages.
+    """
+
+    account: str | None = None
+    isolation_key: str | None = None
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tokens of one sequence are chosen.
+
+    temperature 0 is greedy, ties going to the lowest id. `top_k` 0 is off. `seed` None means that the
+    engine draws one. `stop_token_ids` end the sequence with "stop" (the token counts as generated and
+    is delivered, its text is not shown by the codec); `ignore_eos` clears them. `logprobs` None is off;
+    k >= 0 reports the chosen token and the k likeliest, as log-softmax of the raw fp32 logits.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to run: prompt token ids and how to go on from them.
+
+    `request_id` is only for logs: the engine has ids of its own. `cache_max_len` caps the matched
+    prefix in tokens (0: neither match nor wait for another's computation; the KV is still published).
+    `prompt_index` and `choice_index` key the random numbers beside the seed and the output position.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    namespace: Namespace = Namespace()
+    cache_max_len: int | None = None
+    prompt_index: int = 0
+    choice_index: int = 0
+
+
+class CacheReceipt(msgspec.Struct, frozen=True):
+    """What the cache did for one request, frozen when its first own chunk is scheduled.
+
+    prompt_tokens = cached_tokens + computed_tokens, whatever happens afterwards.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log-probability of one generated token, and the likeliest alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stream yields: one or more new tokens, or the end.
+
+    The first delta, and the one with a finish reason, carry the receipt (None only where the request
+    ended before it was ever scheduled). Nothing follows a delta with a finish reason. `error` is a
+    message, set with finish reason "error".
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    receipt: CacheReceipt | None = None
+    error: str | None = None
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a started engine is: shown by /v1/models, the start banner and metrics."""
+
+    model: str
+    dtype: str
+    executor: str
+    threads: int
+    context_length: int
+    vocab_size: int
+    page_size: int
+    num_pages: int
+    kv_bytes: int
+    fingerprint: str
+    bit_identical: bool
+    notes: tuple[str, ...] = ()
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of the engine's gauges and counters. Counters never fall while the process lives."""
+
+    running: int
+    waiting: int
+    free_pages: int
+    evictable_pages: int
+    pinned_pages: int
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    computed_rows: int
+    recomputed_rows: int
+    steps: int
+    failed_steps: int
+    preemptions: int
+    evicted_pages: int
+    collapsed_pages: int
+    copied_rows: int
+    cascade_steps: int
+    cascade_groups: int
+    cascade_rows: int
+    finished: dict[str, int]

@@ -105,3 +105,18 @@ class StepResult(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprob | None, ...]
     bad: frozenset[int] = frozenset()
     seconds: float = 0.0
+
+
+class StepCosts(msgspec.Struct, frozen=True):
+    """Measured time of a step: base + rows * row + pairs * pair, in ms.
+
+    A pair is one row times one token of its context.
+    """
+
+    base_ms: float = 0.0
+    row_ms: float = 0.0
+    pair_ms: float = 0.0
+
+    def predict(self, rows: int, pairs: int) -> float:
+        """Milliseconds that a step of `rows` rows and `pairs` row-context pairs is expected to take."""
+        return self.base_ms + rows * self.row_ms + pairs * self.pair_ms

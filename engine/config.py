@@ -171,7 +171,7 @@ def _allowed(base: Any, meta: Meta | None) -> str:
         return "true | false"
     if meta is not None and (meta.ge is not None or meta.le is not None):
         word = {int: "an integer", float: "a number"}.get(base, "a value")
-        return f"{word} from {meta.ge:g} to {meta.le:g}"
+        return f"{word} from {meta.ge:.12g} to {meta.le:.12g}"
     if isinstance(base, types.UnionType) or base is str:
         return "any text"
     return _kind(base)

@@ -1,0 +1,145 @@
+"""The filters equal their plain definition, however little of the order was looked at."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from engine.plan import SampleRow
+from engine.sampling import ranking
+from engine.sampling.random import uniform
+from engine.sampling.sampler import Sampler
+from engine.types import SamplingParams
+
+
+def naive(logits: np.ndarray, params: SamplingParams, u: float) -> tuple[int, list[int]]:
+    """Sample by the definition, one token at a time; gives the token and all that were kept."""
+    scaled = torch.from_numpy((logits - logits.max()) / np.float32(params.temperature))
+    probs = [float(p) for p in torch.softmax(scaled[None], dim=-1)[0]]
+    kept = sorted(range(len(logits)), key=lambda i: (-float(logits[i]), i))
+    if params.top_k > 0:
+        kept = kept[: params.top_k]
+    if params.top_p < 1.0:
+        mass = total(kept, probs)
+        nucleus, reached = [], 0.0
+        for token in kept:
+            nucleus.append(token)
+            reached += probs[token]
+            if reached >= params.top_p * mass:
+                break
+        kept = nucleus
+    floor = params.min_p * probs[kept[0]]
+    for place, token in enumerate(kept):
+        if probs[token] < floor:
+            kept = kept[: max(place, 1)]
+            break
+    target, reached = u * total(kept, probs), 0.0
+    for token in kept:
+        reached += probs[token]
+        if reached > target:
+            return token, kept
+    return max((t for t in kept if probs[t] > 0), key=kept.index), kept
+
+
+def total(kept: list[int], probs: list[float]) -> float:
+    """The mass of what was kept; of everything it is 1."""
+    if len(kept) == len(probs):
+        return 1.0
+    mass = 0.0
+    for token in kept:
+        mass += probs[token]
+    return mass
+
+
+def grains(seed: int, vocab: int, spread: float, step: float) -> np.ndarray:
+    noise = np.random.default_rng(seed).standard_normal(vocab) * spread
+    return (np.round(noise / step) * step if step else noise).astype(np.float32)
+
+
+probability = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0, 0.5, 0.9, 0.999999]))
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    vocab=st.sampled_from([1, 2, 7, 64, 300]),
+    spread=st.sampled_from([0.0, 0.1, 1.0, 4.0, 30.0]),
+    step=st.sampled_from([0.0, 0.25, 3.0]),
+    noise=st.integers(0, 2**20),
+    seed=st.integers(0, 2**64 - 1),
+    temperature=st.sampled_from([1e-6, 0.3, 1.0, 2.0, 100.0]),
+    top_k=st.sampled_from([0, 1, 2, 5, 40, 299, 300, 1000]),
+    top_p=probability,
+    min_p=probability,
+)
+@example(300, 4.0, 0.25, 0, 0, 1.0, 0, 1.0, 1.0)
+@example(300, 4.0, 0.25, 0, 0, 1.0, 0, 0.0, 0.0)
+@example(300, 0.0, 0.0, 0, 0, 1.0, 40, 0.5, 1.0)
+def test_sampling_equals_the_definition(vocab, spread, step, noise, seed, temperature, top_k, top_p, min_p):
+    logits = grains(noise, vocab, spread, step)
+    params = SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    token, kept = naive(logits, params, uniform(seed, 0, 0, 5))
+    tokens = Sampler(vocab).sample(torch.from_numpy(logits)[None], [SampleRow(0, params, seed, 0, 0, 5)])[0]
+    assert tokens == [token]
+    assert token in kept
+
+
+FILTERS = (
+    {},
+    {"top_p": 0.5},
+    {"top_p": 0.97},
+    {"top_k": 50},
+    {"top_k": 3000, "top_p": 0.9},
+    {"min_p": 0.02},
+    {"min_p": 1e-7},
+    {"top_k": 500, "top_p": 0.999, "min_p": 1e-4},
+)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_a_short_look_finds_the_same_token_as_sorting_everything(temperature, filters, monkeypatch):
+    vocab = 8192
+    logits = torch.from_numpy(np.stack([grains(s, vocab, 3.0, 0.125) for s in range(4)]))
+    params = SamplingParams(max_tokens=1, temperature=temperature, **filters)
+    draws = [[SampleRow(0, params, d, 0, 0, j) for j in range(4)] for d in range(16)]
+    short = [Sampler(vocab).sample(logits, rows)[0] for rows in draws]
+    monkeypatch.setattr(ranking, "_DEPTHS", ())
+    assert [Sampler(vocab).sample(logits, rows)[0] for rows in draws] == short
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.floats(-(2.0**100), 2.0**100, width=32) | st.sampled_from([0.0, -0.0, 1.0]),
+        min_size=1,
+        max_size=200,
+    ),
+    st.floats(0, 50),
+)
+def test_leaders_are_a_prefix_of_the_stable_order(values, depth):
+    row = np.array(values, dtype=np.float32)
+    order = sorted(range(len(values)), key=lambda i: (-float(row[i]), i))
+    found = ranking.leaders(row, float(row.max()) - depth).tolist()
+    assert found == order[: len(found)]
+    assert len(found) == int((row >= np.float32(float(row.max()) - depth)).sum())
+    assert list(ranking.prefixes(row, float(row.max())))[-1].tolist() == order
+
+
+def test_top_p_keeps_the_token_that_crosses_the_share():
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125]]))
+    seen = {}
+    for top_p in (0.4, 0.6, 0.8, 1.0):
+        params = SamplingParams(max_tokens=1, top_p=top_p)
+        rows = [SampleRow(0, params, 11, 0, 0, position) for position in range(300)]
+        seen[top_p] = set(Sampler(4).sample(logits.expand(300, 4).contiguous(), rows)[0])
+    assert seen == {0.4: {0}, 0.6: {0, 1}, 0.8: {0, 1, 2}, 1.0: {0, 1, 2, 3}}
+
+
+def test_min_p_of_one_keeps_only_the_equals_of_the_best():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.999]]).expand(200, 4).contiguous()
+    params = SamplingParams(max_tokens=1, min_p=1.0)
+    rows = [SampleRow(0, params, 12, 0, 0, position) for position in range(200)]
+    assert set(Sampler(4).sample(logits, rows)[0]) == {1, 2}

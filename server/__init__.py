@@ -1,5 +1,6 @@
-"""The HTTP server of Headwater: OpenAI's and Fireworks' dialects over the engine's public face."""
+"""The HTTP server: OpenAI's and Fireworks' dialects in front of an engine."""
 
 from __future__ import annotations
 
+# The distribution's version too: pyproject.toml reads it from here.
 __version__ = "0.1.0"

@@ -29,7 +29,13 @@ def unknown_variables(env: Iterable[str]) -> list[tuple[str, str | None]]:
     """Find the HEADWATER_* names that nothing reads, each with the nearest known name or None."""
     known = [setting.env for setting in all_settings()] + list(OTHER_VARIABLES)
     strays = sorted(name for name in env if name.startswith(PREFIX) and name not in known)
-    return [(name, next(iter(difflib.get_close_matches(name, known, n=1)), None)) for name in strays]
+    return [(name, _nearest(name, known)) for name in strays]
+
+
+def _nearest(name: str, known: Sequence[str]) -> str | None:
+    # Without the prefix, which would make every name look near.
+    found = difflib.get_close_matches(name.removeprefix(PREFIX), [k.removeprefix(PREFIX) for k in known], n=1)
+    return PREFIX + found[0] if found else None
 
 
 def effective(env: Mapping[str, str]) -> list[str]:

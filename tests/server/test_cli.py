@@ -1,0 +1,157 @@
+"""The headwater command: flags made from the settings, plain words and exit codes when things go wrong."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.config import Setting, settings
+from server import __version__
+from server.cli import main
+from server.settings import OTHER_VARIABLES, STRUCTS, all_settings, markdown, show, unknown_variables
+
+ROOT = Path(__file__).resolve().parents[2]
+JUDGED = [s for s in all_settings() if s.allowed != "any text"]
+
+
+def run(*arguments: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does, in a process of its own, with no setting but `env`."""
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith("HEADWATER_") or k == "HEADWATER_CACHE_DIR"
+    }
+    clean = {**kept, "PYTHONPATH": str(ROOT), **env}
+    command = [sys.executable, "-m", "server", *arguments]
+    return subprocess.run(command, env=clean, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def exit_code(arguments: str) -> int:
+    """Run in this process; return the code even where argparse exits by itself."""
+    try:
+        return main(shlex.split(arguments))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def test_version_is_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("--version") == 0
+    assert capsys.readouterr().out == f"headwater {__version__}\n"
+
+
+def test_serve_help_shows_every_setting_with_variable_default_and_range(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert exit_code("serve --help") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for s in all_settings():
+        assert f"{s.flag} " in shown
+        assert f"[{s.allowed}; default {show(s.default) or 'empty'}; {s.env}]" in shown
+        assert s.help in shown
+
+
+def test_engine_and_server_have_no_setting_in_common() -> None:
+    names = [[s.field for s in settings(struct)] for _, struct in STRUCTS]
+    assert not set(names[0]) & set(names[1])
+
+
+@pytest.mark.parametrize("arguments", ["--help", "serve --help", "settings", "settings --markdown"])
+def test_answers_without_loading_torch(arguments: str) -> None:
+    code = (
+        "import sys\nfrom server.cli import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("setting", JUDGED, ids=lambda s: s.field)
+def test_a_bad_flag_stops_the_start_with_one_line(
+    setting: Setting, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(f"serve {setting.flag} nonesuch") == 2
+    told = capsys.readouterr().err
+    assert told == f"headwater: {setting.flag}='nonesuch' is not allowed: give {setting.allowed}\n"
+
+
+@pytest.mark.parametrize("setting", JUDGED, ids=lambda s: s.field)
+def test_a_bad_variable_stops_the_start_with_one_line(
+    setting: Setting, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(setting.env, "nonesuch")
+    assert exit_code("serve") == 2
+    told = capsys.readouterr().err
+    assert told == f"headwater: {setting.env}='nonesuch' is not allowed: give {setting.allowed}\n"
+
+
+def test_an_unknown_flag_is_refused_and_never_taken_for_a_longer_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert exit_code("serve --por 9") == 2
+    assert "unrecognized arguments: --por 9" in capsys.readouterr().err
+
+
+def test_an_unknown_variable_is_told_with_its_nearest_neighbour() -> None:
+    assert unknown_variables(["HEADWATER_PROT", "PORT", "HEADWATER_PORT"]) == [
+        ("HEADWATER_PROT", "HEADWATER_PORT")
+    ]
+    assert unknown_variables(["HEADWATER_ZZQQXX"]) == [("HEADWATER_ZZQQXX", None)]
+
+
+def test_variables_that_others_read_are_known() -> None:
+    assert unknown_variables(OTHER_VARIABLES) == []
+    assert set(OTHER_VARIABLES) == {"HEADWATER_TORCH_INDEX", "HEADWATER_CACHE_DIR"}
+
+
+def test_settings_prints_what_would_be_used(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADWATER_PORT", "8123")
+    assert exit_code("settings") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "HEADWATER_PORT=8123" in lines
+    assert "HEADWATER_PAGE_SIZE=16" in lines
+    assert len(lines) == len(all_settings())
+
+
+def test_the_settings_page_is_up_to_date() -> None:
+    """Regenerate with: headwater settings --markdown > docs/settings.md."""
+    assert (ROOT / "docs" / "settings.md").read_text() == markdown()
+
+
+def test_a_missing_model_is_told_in_one_line() -> None:
+    result = run("models", "path", "/nonesuch/model.gguf")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("headwater: ")
+    assert result.stderr.count("\n") == 1
+    assert "/nonesuch/model.gguf" in result.stderr
+
+
+def test_the_default_model_can_be_located_and_listed() -> None:
+    located = run("models", "path")
+    assert located.returncode == 0, located.stderr
+    assert Path(located.stdout.strip()).exists()
+    assert "smollm2-135m-instruct" in run("models", "list").stdout
+
+
+def test_a_taken_port_is_told_in_one_line_beside_a_warning_of_a_stray_variable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = run("serve", "--port", port, "--kv-gb", "0.1", HEADWATER_PROT="1")
+    assert result.returncode == 1
+    told = [line for line in result.stderr.splitlines() if line.startswith("headwater: ")]
+    assert told[0] == "headwater: warning: nothing reads HEADWATER_PROT (did you mean HEADWATER_PORT?)"
+    assert told[-1].startswith(f"headwater: port {port} on 127.0.0.1 is taken")
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,114 @@
+"""The decoder of Llama, SmolLM, Mistral, Qwen2 and Qwen3: ragged rows in, hidden states out.
+
+There is no padding between sequences and no batch dimension: a row is one token of some sequence, and
+only `attend` knows which. A row's result does not depend, to the bit, on which other rows run beside it,
+provided that the rows are padded to `padded_rows` and that `attend` keeps the same promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.models.config import ModelConfig
+from engine.models.linear import Arithmetic, Linear, padded_rows
+from engine.models.rope import rope_table
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Layer(NamedTuple):
+    """Weights of one layer, prepared.
+
+    `qkv` gives queries, keys and values of all heads side by side. `qk_norm` is [heads + kv_heads,
+    head_dim], the query's weight for each query head and the key's for each KV head, or None.
+    """
+
+    attention_norm: Tensor
+    qkv: Linear
+    qk_norm: Tensor | None
+    out: Linear
+    mlp_norm: Tensor
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+class Decoder:
+    """A loaded model. Not thread-safe by promise: the compute thread owns it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        embedding: Tensor,
+        layers: Sequence[Layer],
+        final_norm: Tensor,
+        head: Linear,
+        arithmetic: Arithmetic,
+    ) -> None:
+        """`embedding` [vocab, hidden] sets the dtype; `final_norm` [hidden] and `head` are fp32."""
+        self.config = config
+        self.dtype = embedding.dtype
+        self.arithmetic = arithmetic
+        self._embedding = embedding
+        self._layers = tuple(layers)
+        self._final_norm = final_norm
+        self._head = head
+        self._rope = rope_table(config.rope, config.head_dim, config.context_length)
+
+    def padded_rows(self, n: int) -> int:
+        """Rows to which a forward call of n rows must be padded (with token 0 at position 0)."""
+        return padded_rows(n, self.arithmetic)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run every layer over int64 [rows] tokens at int64 [rows] absolute positions, rows padded.
+
+        Calls attend(layer, q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]), RoPE applied,
+        all three being strided views whose last dimension is dense; it gives [rows, heads * head_dim].
+        Returns [rows, hidden] before the final norm, in `dtype`. Raises IndexError for a token or a
+        position out of range.
+        """
+        config = self.config
+        hidden = self._embedding.index_select(0, token_ids)
+        cos, sin = self._rotation(positions)
+        for index, layer in enumerate(self._layers):
+            normed = functional.rms_norm(
+                hidden, (config.hidden_size,), layer.attention_norm, config.rms_norm_eps
+            )
+            q, k, v = self._qkv(layer, normed, cos, sin)
+            hidden = layer.out.plus(attend(index, q, k, v), hidden)
+            normed = functional.rms_norm(hidden, (config.hidden_size,), layer.mlp_norm, config.rms_norm_eps)
+            hidden = layer.down.plus(layer.up.times(normed, layer.gate.swish(normed)), hidden)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [n, vocab] of n hidden rows as `forward` returns them; n is free, also 0."""
+        rows = hidden.shape[0]
+        padding = padded_rows(rows, self.arithmetic) - rows
+        wide = functional.pad(hidden.float(), (0, 0, 0, padding))
+        normed = functional.rms_norm(
+            wide, (self.config.hidden_size,), self._final_norm, self.config.rms_norm_eps
+        )
+        return self._head.apply(normed)[:rows]
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin, fp32 [rows, 1, head_dim], such that x * cos + swapped halves * sin rotates."""
+        cos, sin = self._rope.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+    def _qkv(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads, kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        fused = layer.qkv.apply(x).view(-1, heads + 2 * kv_heads, head_dim)
+        qk = fused[:, : heads + kv_heads]
+        if layer.qk_norm is not None:
+            qk = functional.rms_norm(qk, (head_dim,), None, self.config.rms_norm_eps) * layer.qk_norm
+        # Separate products and a sum: a fused multiply-add would round vector bodies and tails apart.
+        rotated = torch.mul(qk, cos).add_(torch.mul(qk.roll(head_dim // 2, -1), sin)).to(self.dtype)
+        return rotated[:, :heads], rotated[:, heads:], fused[:, heads + kv_heads :]

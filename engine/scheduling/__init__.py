@@ -1,0 +1,1 @@
+"""What runs in the next step, and over which pages. Synchronous, deterministic, no torch."""

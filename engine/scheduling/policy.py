@@ -1,0 +1,60 @@
+"""How much of a prompt runs in one step."""
+
+from __future__ import annotations
+
+from engine.plan import StepCosts
+
+
+class StepBudget:
+    """What one step may still take: rows, and predicted time while streams are running.
+
+    Decode rows are charged first and always fit (the caller limits them to `rows_left`). The time budget
+    binds only once decode rows are in the step, and never below MIN_CHUNK rows in all, so that a prompt
+    always gets on.
+    """
+
+    MIN_CHUNK = 16
+
+    def __init__(self, max_rows: int, step_ms: float, costs: StepCosts) -> None:
+        self.rows_left = max_rows
+        self._ms = step_ms
+        self._costs = costs
+        self._rows = 0
+        self._pairs = 0
+        self._decoding = False
+        self._chunks = 0
+
+    def add_decode(self, context: int) -> None:
+        """Charge one decode row that attends to `context` tokens."""
+        self._decoding = True
+        self._charge(1, context)
+
+    def add_chunk(self, start: int, rows: int) -> None:
+        """Charge rows [start, start + rows) of a prompt."""
+        self._chunks += rows
+        self._charge(rows, _pairs(start, rows))
+
+    def chunk(self, start: int, remaining: int) -> int:
+        """Rows of a prompt, from token `start` on, that still fit; 0 if none do."""
+        most = min(remaining, self.rows_left)
+        if most <= 0 or not self._decoding or self._fits(start, most):
+            return max(most, 0)
+        low, high = 0, most  # low fits, high does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(start, middle) else (low, middle)
+        return max(low, min(most, self.MIN_CHUNK - self._chunks), 0)
+
+    def _fits(self, start: int, rows: int) -> bool:
+        pairs = self._pairs + _pairs(start, rows)
+        return self._costs.predict(self._rows + rows, pairs) <= self._ms
+
+    def _charge(self, rows: int, pairs: int) -> None:
+        self.rows_left -= rows
+        self._rows += rows
+        self._pairs += pairs
+
+
+def _pairs(start: int, rows: int) -> int:
+    """Row-context pairs of a chunk: row i attends to start + i + 1 tokens."""
+    return rows * start + rows * (rows + 1) // 2

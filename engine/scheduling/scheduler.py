@@ -1,0 +1,397 @@
+"""The scheduler: which rows run next, over which pages, and what follows from a step.
+
+    submit / stop  ->  plan  ->  (the runner)  ->  commit | fail  ->  take_events
+
+Synchronous and deterministic given arrivals and measured costs. At most one step is in flight: between `plan`
+and `commit` only `submit` and `stop` may be called.
+
+A cold prefix is computed once. A waiting sequence whose next tokens a running one is about to compute waits
+for it, holding nothing, and matches again once those rows are committed or their owner has stopped, so a
+follower never reads what a failed step wrote.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+from engine.cache.node import Match, Node, common_prefix
+from engine.cache.pool import PagePool
+from engine.cache.tree import PrefixTree
+from engine.plan import StepCosts, StepPlan, StepResult
+from engine.scheduling.assemble import Chunk, assemble
+from engine.scheduling.cascade import CascadeMode
+from engine.scheduling.counters import Counters
+from engine.scheduling.policy import StepBudget
+from engine.scheduling.sequence import Sequence, State
+from engine.scheduling.tables import PageTables
+from engine.types import CacheReceipt, Delta, EngineRequest, FinishReason, TokenLogprob
+
+
+class Limits(NamedTuple):
+    """What bounds the scheduler. `context` is prompt plus generated tokens of one sequence."""
+
+    context: int
+    max_running: int = 64
+    max_step_tokens: int = 512
+    step_ms: float = 250.0
+    align: int = 256
+    cascade: CascadeMode = "auto"
+
+
+class Event(NamedTuple):
+    """A delta for the stream of sequence `id`."""
+
+    id: int
+    delta: Delta
+
+
+class Scheduler:
+    """Owns all sequences; the pool and the tree are touched by nobody else."""
+
+    def __init__(self, pool: PagePool, limits: Limits, costs: StepCosts) -> None:
+        if limits.context > pool.capacity * pool.page_size:
+            raise ValueError("the context must fit the pool")
+        if limits.align % pool.page_size:
+            raise ValueError("the tile must be a multiple of the page")
+        self.pool = pool
+        self.tree = PrefixTree(pool)
+        self.limits = limits
+        self.costs = costs
+        self.tables = PageTables(pool, self.tree)
+        self.counters = Counters()
+        self.paused = False
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._events: list[Event] = []
+        self._copy_sources: list[Node] = []
+        self._wipe: list[int] = []
+        self._in_flight: StepPlan | None = None
+        self._next_id = 0
+
+    # -- the door --------------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest, namespace: Hashable, seed: int) -> int:
+        """Queue a request that fits the context (the engine has checked); returns its id."""
+        if not 0 < len(request.prompt) < self.limits.context:
+            raise ValueError(f"a prompt of {len(request.prompt)} tokens cannot be queued")
+        seq = Sequence(self._next_id, request, namespace, seed)
+        self._next_id += 1
+        self._sequences[seq.id] = seq
+        self._waiting.append(seq)
+        return seq.id
+
+    def stop(self, id: int, reason: FinishReason) -> None:
+        """End a sequence ("abort", or "stop" when a stop string was found). Unknown ids are ignored.
+
+        What it has computed is published. One that runs in the step in flight ends when that commits.
+        """
+        seq = self._sequences.get(id)
+        if seq is None or seq.ending is not None:
+            return
+        if seq.state is State.RUNNING and self._in_flight is not None:
+            seq.ending = reason
+            return
+        self._finish(seq, reason)
+
+    def take_events(self) -> list[Event]:
+        """The deltas since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def idle(self) -> bool:
+        return not self._sequences
+
+    # -- plan ------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """Choose the rows of the next step; None if nothing can run."""
+        if self._in_flight is not None:
+            raise RuntimeError("a step is in flight")
+        budget = StepBudget(self.limits.max_step_tokens, self.limits.step_ms, self.costs)
+        chunks: dict[Sequence, Chunk] = {}
+        preempted = self.counters.preemptions
+        self._plan_decodes(budget, chunks)
+        self._plan_prefills(budget, chunks)
+        if self.counters.preemptions == preempted and not self.paused:
+            self._admit_waiting(budget, chunks)
+        if not chunks:
+            return None
+        for seq in chunks:
+            seq.last_step = self.counters.steps
+        wipe, self._wipe = self._wipe, []
+        plan = assemble(
+            self.counters.steps, list(chunks.values()), self.pool.page_size, self.limits, tuple(wipe)
+        )
+        self.counters.steps += 1
+        self._in_flight = plan
+        return plan
+
+    def _plan_decodes(self, budget: StepBudget, chunks: dict[Sequence, Chunk]) -> None:
+        """One row for each sequence that generates; the longest unserved first where not all fit."""
+        ready = [s for s in self._running if s.remaining == 1 and not s.prefilling]
+        if len(ready) > budget.rows_left:
+            ready.sort(key=lambda s: (s.last_step, s.id))
+            ready = sorted(ready[: budget.rows_left], key=lambda s: s.id)
+        for seq in ready:
+            if self._make_room(seq, seq.computed + 1, chunks):
+                budget.add_decode(seq.computed + 1)
+                chunks[seq] = Chunk(seq, 1)
+
+    def _plan_prefills(self, budget: StepBudget, chunks: dict[Sequence, Chunk]) -> None:
+        """The next chunk of each admitted prompt, oldest first."""
+        for seq in [s for s in self._running if s.prefilling]:
+            if seq.state is not State.RUNNING:
+                continue
+            rows = budget.chunk(seq.computed, seq.remaining)
+            if rows == 0:
+                return
+            if self._make_room(seq, seq.computed + rows, chunks):
+                budget.add_chunk(seq.computed, rows)
+                chunks[seq] = Chunk(seq, rows)
+
+    def _make_room(self, seq: Sequence, end: int, chunks: dict[Sequence, Chunk]) -> bool:
+        """Take pages up to token `end`, preempting the youngest while there are too few.
+
+        The oldest running sequence is never preempted, so somebody always gets on. False if `seq` itself
+        had to go.
+        """
+        if seq.state is not State.RUNNING:
+            return False
+        while self.tables.missing(seq, end) > self.tables.available:
+            victim = self._running[-1]
+            chunks.pop(victim, None)
+            if victim is self._running[0]:
+                self._finish(victim, "length")  # alone with the whole pool, and it is full
+                return False
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        self.tables.grow(seq, end)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Publish what it has and let it wait again, in its old place; its pages can now be evicted."""
+        self.counters.preemptions += 1
+        self.tables.publish(seq, tail=True)
+        self.tables.release(seq)
+        self._running.remove(seq)
+        seq.state = State.WAITING
+        insort(self._waiting, seq, key=lambda s: s.id)
+
+    # -- admission -------------------------------------------------------------------------------
+
+    def _admit_waiting(self, budget: StepBudget, chunks: dict[Sequence, Chunk]) -> None:
+        """Admit in order of arrival; who waits for another's prefix is passed over, who lacks room is not."""
+        admitted = []
+        for seq in self._waiting:
+            if len(self._running) >= self.limits.max_running or budget.rows_left == 0:
+                break
+            if self._still_parked(seq):
+                continue
+            match = self.tree.match(seq.namespace, seq.tokens, seq.match_limit())
+            if self._park(seq, match.length):
+                continue
+            rows = budget.chunk(match.length, len(seq.tokens) - match.length)
+            fitting = self._fitting(seq, match)
+            if rows == 0 or fitting is None:
+                break
+            rows = min(rows + match.length - fitting.length, budget.rows_left)
+            admitted.append(seq)
+            chunks[seq] = self._admit(seq, fitting, rows)
+            budget.add_chunk(seq.computed, rows)
+        for seq in admitted:
+            self._waiting.remove(seq)
+
+    def _still_parked(self, seq: Sequence) -> bool:
+        if seq.waits_for is None:
+            return False
+        owner, need = seq.waits_for
+        if owner.state is State.RUNNING and owner.computed < need:
+            return True
+        seq.waits_for = None
+        return False
+
+    def _park(self, seq: Sequence, matched: int) -> bool:
+        """Wait for the running sequence that is about to compute most of what follows `matched`, if any."""
+        limit = seq.match_limit()
+        best = matched
+        for owner in self._running:
+            if not owner.prefilling or owner.namespace != seq.namespace:
+                continue
+            if best >= min(limit, owner.target) or owner.tokens[best] != seq.tokens[best]:
+                continue
+            shared = common_prefix(owner.tokens, seq.tokens, 0, min(limit, owner.target))
+            if shared > best:
+                best = shared
+                seq.waits_for = (owner, shared)
+        return best > matched
+
+    def _fitting(self, seq: Sequence, match: Match) -> Match | None:
+        """The match if there is room for the whole of `seq` now, else None.
+
+        Room for what admitted prompts still lack, and one page for every running sequence, stay untouched.
+        Alone, a sequence always fits: if need be, without the copied part of a page.
+        """
+        promised = sum(self.tables.missing(s, s.target) for s in self._running if s.prefilling)
+        reserve = promised + len(self._running)
+        if self.tables.cost(match, len(seq.tokens)) + reserve <= self.tables.available:
+            return match
+        if self._running:
+            return None
+        whole = len(match.pages) * self.pool.page_size
+        return match._replace(partial=None, partial_page=0, partial_rows=0, length=whole)
+
+    def _admit(self, seq: Sequence, match: Match, rows: int) -> Chunk:
+        copy = self.tables.attach(seq, match)
+        if match.partial is not None:
+            self._copy_sources.append(match.partial)
+            self.counters.copied_rows += match.partial_rows
+        seq.state = State.RUNNING
+        seq.target = len(seq.tokens)
+        if seq.receipt is None:
+            seq.receipt = CacheReceipt(seq.prompt_len, match.length)
+            self.counters.admitted(seq.receipt)
+        insort(self._running, seq, key=lambda s: s.id)
+        self.tables.grow(seq, seq.computed + rows)
+        return Chunk(seq, rows, copy)
+
+    # -- after the step --------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        """Take over what the step computed: publish pages, append tokens, end what has ended."""
+        self._land(plan)
+        self.counters.ran(plan)
+        tokens = dict(
+            zip(plan.sample_sequences, zip(result.tokens, result.logprobs, strict=True), strict=True)
+        )
+        for index, id in enumerate(plan.sequence_ids):
+            seq = self._sequences[id]
+            if index in result.bad:
+                self._fail_sequence(seq, "the model gave a number that is not finite")
+                continue
+            self._advance(seq, int(plan.row_indptr[index + 1] - plan.row_indptr[index]))
+            if seq.ending is not None:
+                self._finish(seq, seq.ending)
+            elif index in tokens:
+                self._append(seq, *tokens[index])
+            elif seq.remaining == 0:
+                self._finish(seq, "length")  # max_tokens 0: the prompt was all there was to run
+        self._settle()
+
+    def fail(self, plan: StepPlan, message: str) -> None:
+        """The step raised: the sequences it ran end with an error, and nothing of it is kept."""
+        self._land(plan)
+        self.counters.failed_steps += 1
+        for id in plan.sequence_ids:
+            self._fail_sequence(self._sequences[id], message)
+        self._settle()
+
+    def _land(self, plan: StepPlan) -> None:
+        if plan is not self._in_flight:
+            raise RuntimeError("this step is not in flight")
+        self._in_flight = None
+        for node in self._copy_sources:
+            self.tree.unpin(node)
+        self._copy_sources.clear()
+
+    def _advance(self, seq: Sequence, rows: int) -> None:
+        was_prefill = seq.prefilling
+        self.counters.recomputed_rows += max(0, min(seq.high_water, seq.computed + rows) - seq.computed)
+        seq.computed += rows
+        seq.high_water = max(seq.high_water, seq.computed)
+        if was_prefill or seq.computed % self.pool.page_size == 0:
+            self.tables.publish(seq, tail=was_prefill)
+
+    def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> None:
+        seq.tokens.append(token)
+        self.counters.generated_tokens += 1
+        params = seq.request.params
+        reason: FinishReason | None = None
+        if token in params.stop_token_ids and not params.ignore_eos:
+            reason = "stop"
+        elif seq.generated >= params.max_tokens or len(seq.tokens) >= self.limits.context:
+            reason = "length"
+        self._emit(seq, (token,), () if logprob is None else (logprob,), reason)
+        if reason is not None:
+            self._retire(seq, reason)
+
+    def _settle(self) -> None:
+        """What other events of this commit decided for sequences that were not in the step."""
+        for seq in list(self._running):
+            if seq.ending is not None:
+                self._finish(seq, seq.ending)
+            else:
+                self.tables.reclaim(seq)
+
+    # -- endings ---------------------------------------------------------------------------------
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        self._emit(seq, (), (), reason)
+        self._retire(seq, reason)
+
+    def _retire(self, seq: Sequence, reason: FinishReason) -> None:
+        """Take a sequence out; what it has computed stays in the tree."""
+        if seq.state is State.RUNNING:
+            self.tables.publish(seq, tail=True)
+            self.tables.release(seq)
+        self._remove(seq, reason)
+
+    def _fail_sequence(self, seq: Sequence, message: str) -> None:
+        self._emit(seq, (), (), "error", message)
+        self._wipe += self.tables.discard(seq)
+        self._remove(seq, "error")
+
+    def _remove(self, seq: Sequence, reason: FinishReason) -> None:
+        (self._running if seq.state is State.RUNNING else self._waiting).remove(seq)
+        seq.state = State.FINISHED
+        seq.waits_for = None
+        del self._sequences[seq.id]
+        self.counters.finished[reason] += 1
+
+    def _emit(
+        self,
+        seq: Sequence,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        reason: FinishReason | None,
+        error: str | None = None,
+    ) -> None:
+        first = seq.generated == len(tokens)
+        receipt = seq.receipt if first or reason is not None else None
+        delta = Delta(token_ids=tokens, logprobs=logprobs, finish_reason=reason, receipt=receipt, error=error)
+        self._events.append(Event(seq.id, delta))
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def private_pages(self) -> Iterator[int]:
+        """Pages that stand in one table only."""
+        for seq in self._running:
+            yield from self.tables.private_pages(seq)
+
+    @property
+    def pinned_pages(self) -> int:
+        """Pages that nobody else may take now."""
+        return self.pool.capacity - self.tables.available
+
+    def check(self) -> None:
+        """Raise AssertionError where an invariant of pool, tree or tables is broken (between steps)."""
+        self.tree.check(self.private_pages())
+        for seq in self._running:
+            path: list[int] = []
+            node = seq.node
+            while node is not None:
+                path[:0] = node.pages
+                node = node.parent
+            assert path == seq.table[: seq.shared], f"{seq} and its path in the tree differ"

@@ -1,0 +1,95 @@
+"""One sequence on its way through the engine: its tokens, its pages, how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from engine.types import CacheReceipt, EngineRequest, FinishReason
+
+if TYPE_CHECKING:
+    from engine.cache.node import Node
+
+
+class State(Enum):
+    """WAITING holds nothing; RUNNING was admitted and holds pins and pages; FINISHED holds nothing again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """State of one request. Only the scheduler and its tables write here.
+
+    `tokens` is the prompt and what was generated. KV of tokens [0, computed) is committed. `table` names
+    the pages of all tokens up to the chunk in flight: pages [0, shared) stand in the tree on the path that
+    ends at `node`, which is pinned; the rest are this sequence's own, the first of them named by `tail` when
+    its rows have been published. `target` is the end of the prefill it was admitted for.
+    """
+
+    __slots__ = (
+        "computed",
+        "ending",
+        "high_water",
+        "id",
+        "last_step",
+        "namespace",
+        "node",
+        "receipt",
+        "request",
+        "seed",
+        "shared",
+        "state",
+        "table",
+        "tail",
+        "target",
+        "tokens",
+        "waits_for",
+    )
+
+    def __init__(self, id: int, request: EngineRequest, namespace: Hashable, seed: int) -> None:
+        self.id = id
+        self.request = request
+        self.namespace = namespace
+        self.seed = seed
+        self.state = State.WAITING
+        self.tokens = list(request.prompt)
+        self.computed = 0
+        self.high_water = 0
+        self.target = 0
+        self.table: list[int] = []
+        self.shared = 0
+        self.node: Node | None = None
+        self.tail: Node | None = None
+        self.receipt: CacheReceipt | None = None
+        self.waits_for: tuple[Sequence, int] | None = None
+        self.ending: FinishReason | None = None
+        self.last_step = -1
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Rows still to run before the next token can be sampled."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < self.target
+
+    def match_limit(self) -> int:
+        """Tokens that may come from the cache: the last one must run to give logits."""
+        limit = len(self.tokens) - 1
+        cap = self.request.cache_max_len
+        return limit if cap is None else min(limit, cap)
+
+    def __repr__(self) -> str:
+        return f"<Sequence {self.id} {self.state.value} {self.computed}/{len(self.tokens)}>"

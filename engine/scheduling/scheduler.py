@@ -61,7 +61,7 @@ class Scheduler:
         self.costs = costs
         self.tables = PageTables(pool, self.tree)
         self.counters = Counters()
-        self.paused = False
+        self.paused = False  # no request begins; those that have begun go on
         self._sequences: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -96,6 +96,12 @@ class Scheduler:
             return
         self._finish(seq, reason)
 
+    def preempt(self, id: int) -> None:
+        """Make a running sequence wait again as if room were short (between steps); others are ignored."""
+        seq = self._sequences.get(id)
+        if seq is not None and seq.state is State.RUNNING and self._in_flight is None:
+            self._preempt(seq)
+
     def take_events(self) -> list[Event]:
         """The deltas since the last call, in order."""
         events, self._events = self._events, []
@@ -110,8 +116,21 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def admitted(self) -> int:
+        """Sequences that have begun, preempted ones included."""
+        return sum(1 for s in self._sequences.values() if s.receipt is not None)
+
+    @property
     def idle(self) -> bool:
         return not self._sequences
+
+    def take_waiting(self) -> list[Sequence]:
+        """Give up the sequences that have not begun, in order of arrival."""
+        taken = [s for s in self._waiting if s.receipt is None]
+        self._waiting = [s for s in self._waiting if s.receipt is not None]
+        for seq in taken:
+            del self._sequences[seq.id]
+        return taken
 
     # -- plan ------------------------------------------------------------------------------------
 
@@ -124,7 +143,7 @@ class Scheduler:
         preempted = self.counters.preemptions
         self._plan_decodes(budget, chunks)
         self._plan_prefills(budget, chunks)
-        if self.counters.preemptions == preempted and not self.paused:
+        if self.counters.preemptions == preempted:
             self._admit_waiting(budget, chunks)
         if not chunks:
             return None
@@ -198,7 +217,7 @@ class Scheduler:
         for seq in self._waiting:
             if len(self._running) >= self.limits.max_running or budget.rows_left == 0:
                 break
-            if self._still_parked(seq):
+            if self._still_parked(seq) or (self.paused and seq.receipt is None):
                 continue
             match = self.tree.match(seq.namespace, seq.tokens, seq.match_limit())
             if self._park(seq, match.length):

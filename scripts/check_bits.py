@@ -1,0 +1,360 @@
+#!/usr/bin/env python3
+"""Check that the cache, batching, chunking, preemption and cascade change no bit of any result.
+
+Each prompt is run once cold and alone; then every variant runs it again, and its token ids and
+log-probabilities (chosen and top 5) must be equal to the bit. Needs the default model; run it from the
+project's environment:
+
+    .venv/bin/python scripts/check_bits.py [--dtype bfloat16 float32] [--prompts 50] [--tokens 12]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engine.runner import Runner
+
+from engine.cache.pool import PagePool
+from engine.config import EngineConfig
+from engine.plan import StepPlan
+from engine.scheduling.scheduler import Limits, Scheduler
+from engine.types import EngineRequest, SamplingParams, TokenLogprob
+
+Prompt = tuple[int, ...]
+
+STEP_ROWS = (1, 2, 3, 5, 9, 10, 11, 17, 33)
+HEAD_ROWS = (1, 2, 9)
+
+
+class Output(NamedTuple):
+    """What one request gave: token ids, their log-probabilities, and how much came from the cache."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    cached: int
+
+    def same_bits(self, other: Output) -> bool:
+        return self.ids == other.ids and self.logprobs == other.logprobs
+
+
+class Case(NamedTuple):
+    """A prompt and how to sample from it."""
+
+    prompt: Prompt
+    params: SamplingParams
+
+
+class Session:
+    """A scheduler with an empty cache on a runner that is already loaded."""
+
+    def __init__(self, runner: Runner, tile: int, **limits: Any) -> None:
+        info = runner.info
+        self.runner = runner
+        self.scheduler = Scheduler(
+            PagePool(info.num_pages, info.page_size),
+            Limits(**{"context": info.context_length, "align": tile, "step_ms": 1e9, **limits}),
+            runner.costs,
+        )
+        self.step_rows: set[int] = set()
+        self.head_rows: set[int] = set()
+        self._parts: dict[int, tuple[list[int], list[TokenLogprob], list[int]]] = {}
+
+    def add(self, case: Case) -> int:
+        request = EngineRequest(request_id="bits", prompt=case.prompt, params=case.params)
+        id = self.scheduler.submit(request, "bits", case.params.seed or 0)
+        self._parts[id] = ([], [], [])
+        return id
+
+    def step(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.step_rows.add(plan.rows)
+            self.head_rows.add(len(plan.samples))
+            self.scheduler.commit(plan, self.runner.run(plan))
+        for id, delta in self.scheduler.take_events():
+            ids, logprobs, cached = self._parts[id]
+            ids += delta.token_ids
+            logprobs += delta.logprobs
+            if delta.finish_reason == "error":
+                raise RuntimeError(delta.error)
+            if delta.receipt is not None:
+                cached.append(delta.receipt.cached_tokens)
+        return plan
+
+    def finish(self) -> None:
+        while self.step() is not None:
+            pass
+        self.scheduler.check()
+
+    def output(self, id: int) -> Output:
+        ids, logprobs, cached = self._parts[id]
+        return Output(tuple(ids), tuple(logprobs), cached[0])
+
+    def run(self, cases: Iterable[Case]) -> list[Output]:
+        """Run all at once."""
+        ids = [self.add(case) for case in cases]
+        self.finish()
+        return [self.output(id) for id in ids]
+
+
+class Lab:
+    """Cold solo results of some cases, and variants to hold against them.
+
+    `failures` names variant and case of each result that differs, `compared` counts by variant.
+    """
+
+    def __init__(self, runner: Runner, tile: int, cases: Sequence[Case]) -> None:
+        self.runner, self.tile, self.cases = runner, tile, cases
+        self.cascade_rows = 0
+        self.failures: list[str] = []
+        self.compared: dict[str, int] = {}
+        self.solo = [self._cold(case) for case in cases]
+
+    def session(self, **limits: Any) -> Session:
+        return Session(self.runner, self.tile, **limits)
+
+    def close(self, session: Session) -> None:
+        """Take over what a session has seen."""
+        self.cascade_rows += session.scheduler.counters.cascade_rows
+
+    def _cold(self, case: Case) -> Output:
+        session = self.session()
+        (output,) = session.run([case])
+        self.close(session)
+        if output.cached:
+            raise RuntimeError("the cold run was not cold")
+        return output
+
+    def check(self, variant: str, index: int, output: Output, cached: int | None = None) -> None:
+        """Compare with the cold run; `cached` is how many tokens must have come from the cache."""
+        self.compare(variant, index, self.solo[index], output, cached)
+
+    def compare(self, variant: str, index: int, want: Output, output: Output, cached: int | None) -> None:
+        self.compared[variant] = self.compared.get(variant, 0) + 1
+        name = f"{variant}, prompt {index} of {len(self.cases[index].prompt)} tokens"
+        if not want.same_bits(output):
+            first = next(
+                (i for i, (a, b) in enumerate(zip(want.logprobs, output.logprobs, strict=False)) if a != b),
+                "?",
+            )
+            self.failures.append(f"{name}: differs from the cold run at output token {first}")
+        if cached is not None and output.cached != cached:
+            self.failures.append(f"{name}: {output.cached} tokens cached, not {cached}")
+
+
+def warm(lab: Lab) -> None:
+    """The same prompt again: n-1 tokens from the cache."""
+    for i, case in enumerate(lab.cases):
+        session = lab.session()
+        session.run([case])
+        (again,) = session.run([case])
+        lab.check("warm", i, again, len(case.prompt) - 1)
+        lab.close(session)
+
+
+def partly_warm(lab: Lab) -> None:
+    """Another prompt went before that parts with this one at token k, inside a page and at its edges."""
+    size = lab.runner.info.page_size
+    for i, case in enumerate(lab.cases):
+        n = len(case.prompt)
+        for k in sorted({n // 2, n // 2 // size * size, min(n - 1, n // 3 // size * size + 1)} - {0}):
+            session = lab.session()
+            other = case.prompt[:k] + tuple(
+                (t + 1) % lab.runner.info.vocab_size for t in case.prompt[k : k + 20]
+            )
+            session.run([case._replace(prompt=other)])
+            (output,) = session.run([case])
+            lab.check("partly warm", i, output, k)
+            lab.close(session)
+
+
+def chunked(lab: Lab) -> None:
+    """Prefill in chunks of 1 (short ones), 16, 17 and 512 rows."""
+    for rows in (1, 16, 17, 512):
+        for i, case in enumerate(lab.cases):
+            if rows > 1 or len(case.prompt) <= 64:
+                session = lab.session(max_step_tokens=rows)
+                lab.check(f"chunks of {rows}", i, session.run([case])[0], 0)
+                lab.close(session)
+
+
+def batched(lab: Lab) -> None:
+    """Sixteen at a time, long and short, prefill beside decode."""
+    order = list(range(len(lab.cases)))
+    random.Random(7).shuffle(order)
+    for at in range(0, len(order), 16):
+        batch = order[at : at + 16]
+        session = lab.session(max_step_tokens=333)
+        for i, output in zip(batch, session.run([lab.cases[i] for i in batch]), strict=True):
+            lab.check("batch of 16", i, output)
+        lab.close(session)
+
+
+def preempted(lab: Lab) -> None:
+    """Preempted after a few tokens, with its pages kept, and with its pages evicted."""
+    for evict in (False, True):
+        for i, case in enumerate(lab.cases):
+            session = lab.session(max_step_tokens=100)
+            id = session.add(case)
+            plans = 0
+            while plans < -(-len(case.prompt) // 100) + 3 and session.step() is not None:
+                plans += 1
+            session.scheduler.preempt(id)
+            if evict:
+                session.scheduler.tree.clear()
+            session.finish()
+            lab.check("preempted, evicted" if evict else "preempted, kept", i, session.output(id), 0)
+            if session.scheduler.counters.preemptions != 1 and plans < len(lab.solo[i].ids):
+                lab.failures.append(f"prompt {i} was not preempted")
+            lab.close(session)
+
+
+def second_turn(lab: Lab) -> None:
+    """Prompt, reply and more: all that has KV is found, and the bits are those of a cold run."""
+    for i, case in enumerate(lab.cases):
+        reply = lab.solo[i].ids
+        following = case._replace(prompt=case.prompt + reply + case.prompt[:9])
+        cold = lab.session()
+        session = lab.session()
+        session.run([case])
+        (want,), (output,) = cold.run([following]), session.run([following])
+        lab.compare("second turn", i, want, output, len(case.prompt) + len(reply) - 1)
+        lab.close(session)
+        lab.close(cold)
+
+
+def cascade(lab: Lab) -> None:
+    """Forced cascade: groups of five that share whole tiles, next to sequences that share nothing."""
+    long = [i for i, c in enumerate(lab.cases) if len(c.prompt) >= 2 * lab.tile + 8][:2]
+    short = [i for i, c in enumerate(lab.cases) if len(c.prompt) < lab.tile][:3]
+    if not long:
+        raise RuntimeError("no prompt is long enough for a cascade")
+    session = lab.session(cascade="force")
+    session.run([lab.cases[i] for i in long])
+    tails = [
+        lab.cases[i]._replace(prompt=lab.cases[i].prompt[: 2 * lab.tile + 3 + k])
+        for i in long
+        for k in range(4)
+    ]
+    cases = [*(lab.cases[i] for i in long), *tails, *(lab.cases[i] for i in short)]
+    outputs = session.run(cases)
+    grouped = session.scheduler.counters.cascade_rows
+    if grouped < 5 * len(long):
+        lab.failures.append(f"cascade: only {grouped} rows were grouped")
+    for i, output in zip(long, outputs, strict=False):
+        lab.check("cascade", i, output)
+    for case, output in zip(tails, outputs[len(long) :], strict=False):
+        cold = lab.session()
+        lab.compare("cascade", long[0], cold.run([case])[0], output, None)
+    for i, output in zip(short, outputs[len(long) + len(tails) :], strict=True):
+        lab.check("cascade", i, output)
+    lab.close(session)
+
+
+def row_counts(lab: Lab) -> None:
+    """Steps of 1, 2, 3, 5, 9, 10, 11, 17 and 33 rows, and head calls of 1, 2 and 9 rows."""
+    by_length = sorted(range(len(lab.cases)), key=lambda i: len(lab.cases[i].prompt))
+    seen_rows, seen_heads = set[int](), set[int]()
+    for rows in STEP_ROWS:
+        longest = next(i for i in reversed(by_length) if len(lab.cases[i].prompt) <= max(40, 20 * rows))
+        batch = [*by_length[:2], longest]
+        session = lab.session(max_step_tokens=rows)
+        for i, output in zip(batch, session.run([lab.cases[i] for i in batch]), strict=True):
+            lab.check("row counts", i, output)
+        seen_rows |= session.step_rows
+        lab.close(session)
+    for count in HEAD_ROWS:
+        session = lab.session()
+        batch = [by_length[i % 4] for i in range(count)]
+        for i, output in zip(batch, session.run([lab.cases[i] for i in batch]), strict=True):
+            lab.check("row counts", i, output)
+        seen_heads |= session.head_rows
+        lab.close(session)
+    if missing := sorted(set(STEP_ROWS) - seen_rows) or sorted(set(HEAD_ROWS) - seen_heads):
+        lab.failures.append(f"steps or head calls of {missing} rows never occurred")
+
+
+VARIANTS: tuple[Callable[[Lab], None], ...] = (
+    warm,
+    partly_warm,
+    chunked,
+    batched,
+    preempted,
+    second_turn,
+    cascade,
+    row_counts,
+)
+
+
+def make_cases(text_ids: Sequence[int], lengths: Sequence[int], tokens: int) -> list[Case]:
+    """Slices of a text, greedy and sampled in turn."""
+    cases = []
+    for i, n in enumerate(lengths):
+        at = (i * 131) % max(1, len(text_ids) - n)
+        params = SamplingParams(
+            max_tokens=tokens,
+            temperature=0.0 if i % 2 else 0.8,
+            top_p=0.95,
+            seed=1000 + i,
+            ignore_eos=True,
+            logprobs=5,
+        )
+        cases.append(Case(tuple(text_ids[at : at + n]), params))
+    return cases
+
+
+def lengths_up_to(count: int, most: int) -> list[int]:
+    """`count` lengths from 1 to `most`, among them page and tile edges."""
+    edges = [1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257, 511, 512, 513, 600, most]
+    rng = random.Random(count)
+    return (edges + [rng.randint(1, most) for _ in range(count)])[:count]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], help="dtypes to check")
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--tokens", type=int, default=12, help="output tokens a prompt")
+    parser.add_argument("--longest", type=int, default=770)
+    parser.add_argument("--threads", type=int, default=0)
+    args = parser.parse_args()
+    from engine.models.store import fetch
+    from engine.text import TextCodec
+
+    location = fetch(EngineConfig().model)
+    text = (Path(__file__).resolve().parent.parent / "LICENSE").read_text(encoding="utf-8")
+    failed = False
+    for dtype in args.dtype:
+        config = EngineConfig(dtype=dtype, kv_gb=1.0, threads=args.threads)
+        runner = Runner.load(config)
+        ids = TextCodec.load(location.path).encode_plain(text)
+        start = time.monotonic()
+        lab = Lab(
+            runner, config.tile, make_cases(ids, lengths_up_to(args.prompts, args.longest), args.tokens)
+        )
+        print(f"{runner.info.dtype}, {runner.info.threads} threads: {args.prompts} cold runs", flush=True)
+        for variant in VARIANTS:
+            before = len(lab.failures)
+            variant(lab)
+            print(f"  {variant.__name__:12} {len(lab.failures) - before} differ", flush=True)
+        for failure in lab.failures:
+            print(f"  FAILED {failure}")
+        total = sum(lab.compared.values())
+        print(f"{runner.info.dtype}: {total} results compared, {len(lab.failures)} failures,", end=" ")
+        print(f"{lab.cascade_rows} rows in cascades, {time.monotonic() - start:.0f} s", flush=True)
+        failed = failed or bool(lab.failures)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Promise 1 on the real model: the cache, batching, chunking, preemption and cascade change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from check_bits import VARIANTS, Lab, make_cases
+
+from engine.config import EngineConfig
+from engine.models.linear import native_bf16
+from engine.runner import Runner
+from engine.text import TextCodec
+
+LENGTHS = [1, 2, 11, 15, 16, 17, 33, 48, 100, 255, 257, 300, 513, 530, 576, 600]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def lab(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[Lab]:
+    """Cold solo runs of 16 prompts, 4 of them over 512 tokens."""
+    config = EngineConfig(model=str(smollm2), dtype=request.param, kv_gb=0.5)
+    runner = Runner.load(config)
+    if request.param == "bfloat16" and native_bf16():
+        assert runner.info.dtype == "bfloat16"
+    ids = TextCodec.load(smollm2).encode_plain((ROOT / "LICENSE").read_text(encoding="utf-8"))
+    yield Lab(runner, config.tile, make_cases(ids, LENGTHS, tokens=6))
+
+
+def test_start_says_that_results_are_bit_identical(lab: Lab) -> None:
+    assert lab.runner.info.bit_identical
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.__name__)
+def test_no_bit_changes(lab: Lab, variant: object) -> None:
+    """O019, O020, O025: ids and log-probabilities equal those of one cold solo run, to the bit."""
+    assert callable(variant)
+    before = sum(lab.compared.values())
+    lab.failures.clear()
+    variant(lab)
+    assert sum(lab.compared.values()) > before
+    assert lab.failures == []

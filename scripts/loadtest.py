@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from loadtest_report import KINDS, Record, plot, summarise, table
+from loadtest_report import KINDS, Record, duration, plot, summarise, table
 
 try:
     import aiohttp
@@ -383,6 +383,7 @@ async def run(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any]
         stock = sessions(options.workload, options, options.seed)
         test = LoadTest(Client(http, model, options), stock, options)
         interrupted = await _until_done_or_interrupted(test, options)
+    seconds = duration(test.records)
     kinds = collections.Counter(record.kind for record in test.records)
     report = {
         "format": 1,
@@ -392,9 +393,11 @@ async def run(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any]
         "seed": options.seed,
         "options": {k: v for k, v in vars(options).items() if k not in ("api_key", "json", "plot")},
         "interrupted": interrupted,
-        **summarise(test.records),
+        **summarise(test.records, seconds),
         "parts": {
-            kind: summarise([r for r in test.records if r.kind == kind]) for kind in kinds if len(kinds) > 1
+            kind: summarise([r for r in test.records if r.kind == kind], seconds)
+            for kind in kinds
+            if len(kinds) > 1
         },
     }
     return test.records, report

@@ -30,11 +30,9 @@ class Record:
         return len(self.arrivals) if self.completion_tokens is None else self.completion_tokens
 
 
-def summarise(records: Sequence[Record]) -> dict[str, Any]:
-    """Turn records into the numbers of the report. Durations in milliseconds; None where unknown."""
+def summarise(records: Sequence[Record], seconds: float) -> dict[str, Any]:
+    """Turn the records of so many seconds into the report's numbers. None is unknown."""
     good = [record for record in records if record.error is None]
-    begun = min((record.sent for record in records), default=0.0)
-    seconds = max((record.ended for record in records), default=0.0) - begun
     known = [r for r in good if r.prompt_tokens and r.cached_tokens is not None]
     prompt, cached = sum(r.prompt_tokens or 0 for r in known), sum(r.cached_tokens or 0 for r in known)
     output = sum(record.output_tokens for record in good)
@@ -61,6 +59,12 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
         "inter_token_ms": spread([1e3 * gap for gap in gaps]),
         "end_to_end_ms": spread([1e3 * (r.ended - r.sent) for r in good]),
     }
+
+
+def duration(records: Sequence[Record]) -> float:
+    """Seconds from the first request's start to the last one's end."""
+    begun = min((record.sent for record in records), default=0.0)
+    return max((record.ended for record in records), default=0.0) - begun
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:

@@ -84,11 +84,13 @@ announce() {
         "packages, less what is here already"
 }
 
+free_mb() { df -Pk "$venv" | awk 'NR == 2 { print int($4 / 1024) }'; }
+
 check_disk() {
-    local free needed=2
-    free=$(df -Pk "$venv" | awk 'NR == 2 { print int($4 / 1048576) }')
+    local free needed=2000
+    free=$(free_mb)
     if [ "$free" -lt "$needed" ]; then
-        die "the disk that holds $root has $free GB free, and the packages need at least $needed GB:" \
+        die "the disk that holds $root has $free MB free, and the packages need at least $needed MB:" \
             "make room and run this again."
     fi
 }
@@ -98,19 +100,26 @@ pip() {
     rm -f "$log"
     # --log keeps the progress bars on the terminal and still leaves a text to look for causes in.
     "$python" -m pip install --log "$log" --constraint "$root/constraints.txt" "$@" </dev/null && return
-    if grep -qsE 'No space left on device|Errno 28|Disk quota exceeded' "$log"; then
+    # A full disk may have cut the log short too.
+    if [ "$(free_mb)" -lt 50 ] || grep -qsE 'No space left on device|Errno 28|Disk quota exceeded' "$log"; then
         die "the disk is full: make room and run this again."
-    elif grep -qsE 'NameResolutionError|NewConnectionError|ConnectTimeoutError|Failed to establish|getaddrinfo|name resolution|Network is unreachable|ProxyError' "$log"; then
-        die "the package index can't be reached: check the network (and HEADWATER_TORCH_INDEX, if set), then run this again."
+    elif grep -qsE "$network_trouble" "$log"; then
+        die "the package index can't be reached: check the network (and HEADWATER_TORCH_INDEX, if set)," \
+            "then run this again."
+    elif grep -qsE '\(constraint\) torch==|No matching distribution found for torch' "$log"; then
+        die "the package index has no $(grep '^torch==' "$root/constraints.txt") for this Python and system."
     fi
     die "pip failed (its message is above; details in .venv/bootstrap.log)."
 }
+network_trouble='NameResolutionError|NewConnectionError|ConnectTimeoutError|ReadTimeoutError|Failed to establish'
+network_trouble+='|getaddrinfo|name resolution|Network is unreachable|ProxyError'
 
 install() {
     make_venv
     # Extras that are installed stay: serve after test must not make test start over.
     local extras
-    extras=$(printf '%s\n' "$@" $(installed_extras) | sort -u | xargs)
+    extras=$(printf '%s\n' "$@" $(installed_extras) | sort -u)
+    extras=$(echo $extras)
     rm -f "$stamp"
     announce "$extras"
     check_disk

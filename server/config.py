@@ -17,7 +17,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 8000
     served_model_name: Annotated[
         str,
-        Meta(description="Names the model answers to, comma separated, first one shown; empty: its own"),
+        Meta(description="More names that the model answers to, comma separated"),
     ] = ""
     mode: Annotated[
         Literal["dedicated", "serverless"],
@@ -50,6 +50,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(ge=0.0, le=86400.0, description="Seconds running requests get to end after the first signal"),
     ] = 30.0
+    close_timeout: Annotated[
+        float,
+        Meta(
+            ge=0.0, le=3600.0, description="Seconds that requests cut by a shutdown get to send their error"
+        ),
+    ] = 2.0
     keepalive_timeout: Annotated[
         float, Meta(ge=0.0, le=3600.0, description="Seconds an idle connection is kept open")
     ] = 75.0
@@ -62,6 +68,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 256
     max_stop_chars: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Characters that one stop string may have")
+    ] = 1024
+    max_key_chars: Annotated[
+        int, Meta(ge=1, le=65536, description="Characters that an isolation key, cache key or user may have")
     ] = 1024
     default_max_tokens: Annotated[
         int, Meta(ge=1, le=10_000_000, description="Tokens generated where the request names no max_tokens")

@@ -1,0 +1,51 @@
+"""The application: which path is answered by what."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from server.api import chat, completions, models, ops
+from server.api.common import SERVICES, Services
+from server.backend import Backend
+from server.config import ServerConfig
+from server.errors import error_middleware
+from server.metrics import Metrics
+from server.workers import Workers
+
+if TYPE_CHECKING:
+    from engine import Engine, TextCodec
+
+PREFIXES = ("", "/inference")
+
+
+def create_app(engine: Engine, codec: TextCodec, config: ServerConfig) -> web.Application:
+    """Build the application around a loaded engine. Run it with `protocol.make_runner`."""
+    backend = Backend()
+    backend.start(engine, codec)
+    return build_app(backend, config)
+
+
+def build_app(backend: Backend, config: ServerConfig) -> web.Application:
+    """Build the application around a backend that may still be loading."""
+    app = web.Application(
+        client_max_size=config.max_body_mb * 1_000_000, middlewares=[error_middleware(config.retry_after)]
+    )
+    workers = Workers(config.text_threads)
+    app[SERVICES] = Services(config=config, backend=backend, metrics=Metrics(backend), workers=workers)
+    for prefix in PREFIXES:
+        app.router.add_post(prefix + "/v1/completions", completions.handle)
+        app.router.add_post(prefix + "/v1/chat/completions", chat.handle)
+        app.router.add_get(prefix + "/v1/models", models.list_models)
+        app.router.add_get(prefix + "/v1/models/{name:.+}", models.get_model)
+    for prefix in ("", "/inference/v1"):
+        app.router.add_get(prefix + "/health", ops.health)
+        app.router.add_get(prefix + "/ready", ops.ready)
+        app.router.add_get(prefix + "/metrics", ops.metrics)
+
+    async def close(_: web.Application) -> None:
+        workers.close()
+
+    app.on_cleanup.append(close)
+    return app

@@ -1,0 +1,109 @@
+"""aiohttp's connection handling, with our error shape, our buffers and our time limits."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from server.config import ServerConfig
+from server.errors import INVALID, SERVER, ApiError
+
+
+class ApiProtocol(RequestHandler):
+    """One client's connection."""
+
+    __slots__ = ("_silence", "_silent", "_write_buffer")
+
+    def __init__(self, manager: web.Server, *, write_buffer: int, silence: float, **kwargs: Any) -> None:
+        super().__init__(manager, **kwargs)
+        self._write_buffer = write_buffer
+        self._silence = silence
+        self._silent: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Bound what is held for this client, and the time it may take for its first request's head."""
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(high=self._write_buffer)
+        # aiohttp limits the wait between requests, but not the wait for the first.
+        self._silent = self._loop.call_later(self._silence, self._close_if_silent)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Forget the client."""
+        if self._silent is not None:
+            self._silent.cancel()
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what never became a request (a broken or huge head) in the same shape as the rest."""
+        super().handle_error(request, status, exc, message)  # logs, and raises if something was sent
+        text = (message or "").splitlines()[:1]
+        detail = text[0] if text and status < 500 else HTTPStatus(status).phrase
+        error = ApiError(status, detail, kind=INVALID if status < 500 else SERVER, code="bad_http")
+        response = error.response()
+        response.force_close()
+        return response
+
+    def _close_if_silent(self) -> None:
+        if self._request_count == 0 and self.transport is not None:
+            self.transport.close()
+
+
+class ApiServer(web.Server):
+    """Makes an ApiProtocol for each connection."""
+
+    def __init__(self, *args: Any, write_buffer: int, silence: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._write_buffer = write_buffer
+        self._silence = silence
+
+    def __call__(self) -> RequestHandler:
+        """Make the protocol of one connection."""
+        return ApiProtocol(
+            self,
+            write_buffer=self._write_buffer,
+            silence=self._silence,
+            loop=self._loop,
+            **self._kwargs,
+        )
+
+
+class ApiRunner(web.AppRunner):
+    """Runs an application on ApiServer; handlers are cancelled when their client leaves."""
+
+    def __init__(self, app: web.Application, config: ServerConfig) -> None:
+        super().__init__(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=config.keepalive_timeout,
+            shutdown_timeout=config.close_timeout,
+        )
+        self._config = config
+
+    async def _make_server(self) -> web.Server:
+        plain = await super()._make_server()
+        return ApiServer(
+            plain.request_handler,
+            request_factory=plain.request_factory,
+            handler_cancellation=plain.handler_cancellation,
+            loop=asyncio.get_running_loop(),
+            write_buffer=self._config.write_buffer_kb * 1000,
+            silence=self._config.keepalive_timeout,
+            **plain._kwargs,
+        )
+
+
+def make_runner(app: web.Application, config: ServerConfig) -> web.AppRunner:
+    """Make the runner of an application: `await runner.setup()`, then add sites."""
+    return ApiRunner(app, config)

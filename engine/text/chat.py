@@ -56,9 +56,9 @@ class ChatRenderer:
             text = self._template.render(messages, None, add_generation_prompt=False)
         except TemplateError:
             return None
-        after = text[text.rfind(reply) + len(reply) :].lstrip()
+        after = text.rpartition(reply)[2].lstrip()
         found = max((token for token in tokens if after.startswith(token)), key=len, default=None)
-        return None if found is None or reply not in text else tokens[found]
+        return None if found is None else tokens[found]
 
     def _render(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine.errors import RequestError
+from engine.errors import ModelError, RequestError
 from engine.text.chat import ChatRenderer
 from engine.text.detokenizer import Detokenizer, decode
 from engine.text.gguf_tokenizer import load_gguf
@@ -56,6 +56,8 @@ class TextCodec:
 
         Raises ModelError, or UnsupportedModel for a kind of tokenizer that is not served.
         """
+        if not path.exists():
+            raise ModelError(f"no tokenizer at {path}: there is no such file or folder")
         return cls(load_folder(path) if path.is_dir() else load_gguf(path))
 
     @property

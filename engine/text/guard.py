@@ -54,7 +54,7 @@ class Guard:
         cuts = [(text[:i], text[i:]) for text in spellings for i in range(1, len(text))]
         self._heads = frozenset(head for head, _ in cuts if not head[0].isalnum())
         self._tails = frozenset(tail for _, tail in cuts if not tail[-1].isalnum())
-        self._longest = max(map(len, spellings), default=0) - 1
+        self._longest = max(map(len, spellings), default=1) - 1
 
     def needs_hiding(self, value: Any) -> bool:
         """Whether any string in a JSON-like value, keys included, spells a control token or its edge."""
@@ -81,12 +81,12 @@ class Guard:
 
     # Templates often trim what they are given, so edges are looked at behind white space.
     def _head_at_end(self, text: str) -> int:
-        edge = text[-self._longest - 64 :].rstrip()
-        return next((n for n in range(min(len(edge), self._longest), 0, -1) if edge[-n:] in self._heads), 0)
+        edge = text.rstrip()[-self._longest :] if self._longest else ""
+        return next((n for n in range(len(edge), 0, -1) if edge[-n:] in self._heads), 0)
 
     def _tail_at_start(self, text: str) -> int:
-        edge = text[: self._longest + 64].lstrip()
-        return next((n for n in range(min(len(edge), self._longest), 0, -1) if edge[:n] in self._tails), 0)
+        edge = text.lstrip()[: self._longest]
+        return next((n for n in range(len(edge), 0, -1) if edge[:n] in self._tails), 0)
 
 
 def characters(*values: Any) -> set[str]:

@@ -28,10 +28,10 @@ def load_folder(path: Path) -> TokenizerParts:
     generation = _json(path / "generation_config.json")
     tokenizer = _tokenizer(path / "tokenizer.json", settings)
     named = {name: text for name in _NAMED if (text := _content(settings.get(name))) is not None}
-    bos, eos = (_id(tokenizer, named.get(name)) for name in ("bos_token", "eos_token"))
+    bos, eos = _id(tokenizer, named.get("bos_token")), _id(tokenizer, named.get("eos_token"))
     if bos is None and isinstance(config.get("bos_token_id"), int):
         bos = config["bos_token_id"]
-    prefix, suffix = _affixes(tokenizer, settings, bos, eos)
+    prefix, suffix = _affixes(tokenizer)
     ends = [eos, *_ids(generation), *_ids(config), *_ids(config.get("text_config") or {})]
     size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     return TokenizerParts(
@@ -76,14 +76,12 @@ def _added(fields: dict[str, Any]) -> AddedToken:
     return AddedToken(fields["content"], **{f: bool(fields[f]) for f in flags if f in fields})
 
 
-def _affixes(
-    tokenizer: Tokenizer, settings: dict[str, Any], bos: int | None, eos: int | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids put around raw text: by explicit flags where there are any, else by the post-processor."""
-    flags = [settings.get("add_bos_token"), settings.get("add_eos_token")]
-    if any(flag is not None for flag in flags):
-        prefix = (bos,) if flags[0] and bos is not None else ()
-        return prefix, ((eos,) if flags[1] and eos is not None else ())
+def _affixes(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that the post-processor puts around raw text.
+
+    add_bos_token and add_eos_token of tokenizer_config.json don't count beside a tokenizer.json: they
+    are meant for tokenizers without one.
+    """
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     full = tokenizer.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(bare) + 1):

@@ -12,15 +12,7 @@ import pytest
 from text_tokenizers import BYTE_CHARS
 from tokenizers import Tokenizer
 
-from engine.models import store
 from engine.text import TextCodec
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The default model's file, fetched once."""
-    store.fetch(store.DEFAULT_MODEL)
-    return store.resolve(store.DEFAULT_MODEL).path
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 Phase = Literal["loading", "serving", "draining", "failed"]
 
+# A normalizer may shorten a text before it is cut into tokens, though not by much.
+SLACK = 4
+
 _REFUSALS: dict[Phase, str] = {
     "loading": "The model is still loading",
     "draining": "The server is shutting down",
@@ -23,13 +26,18 @@ _REFUSALS: dict[Phase, str] = {
 
 
 class Backend:
-    """Who answers, and whether it may. One object, owned by the application, changed by the lifecycle."""
+    """Who answers, and whether it may. One object, owned by the application, changed by the lifecycle.
+
+    A text of more than `max_prompt_bytes` has more tokens than the context, however it is cut into them:
+    that is known without the long work of cutting it.
+    """
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self.codec: TextCodec | None = None
         self.phase: Phase = "loading"
         self.loaded_at = 0
+        self.max_prompt_bytes = 0
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -39,6 +47,8 @@ class Backend:
         self.engine, self.codec = engine, codec
         self.phase = "serving"
         self.loaded_at = int(time.time())
+        longest = max(len(codec.token_bytes(token_id)) for token_id in range(codec.vocab_size))
+        self.max_prompt_bytes = SLACK * longest * engine.info.context_length
 
     @property
     def ready(self) -> bool:

@@ -49,17 +49,17 @@ async def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int
     sockets = bind(server_config.host, server_config.port)
     backend = Backend()
     runner = make_runner(build_app(backend, server_config), server_config)
-    try:
-        with Signals() as signals:
+    with Signals() as signals:
+        try:
             await runner.setup()
             for sock in sockets:
                 await web.SockSite(runner, sock, backlog=BACKLOG).start()
                 log.info("listening on %s", _url(sock))
             end = await _live(backend, engine_config, server_config, signals)
-    finally:
-        await runner.cleanup()
-        for sock in sockets:
-            sock.close()
+        finally:
+            await runner.cleanup()
+            for sock in sockets:
+                sock.close()
     if end.reason is not None:
         log.error("%s", end.reason)
     return end.code

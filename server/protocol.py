@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -11,6 +12,8 @@ from aiohttp.web_protocol import RequestHandler
 
 from server.config import ServerConfig
 from server.errors import INVALID, SERVER, ApiError
+
+log = logging.getLogger("headwater.server")
 
 
 class ApiProtocol(RequestHandler):
@@ -46,7 +49,12 @@ class ApiProtocol(RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Answer what never became a request (a broken or huge head) in the same shape as the rest."""
-        super().handle_error(request, status, exc, message)  # logs, and raises if something was sent
+        if status < 500:
+            log.debug("bad request from %s: %s", request.remote, message)
+        else:
+            log.error("failed to answer %s", request.remote, exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of another answer is sent already")
         text = (message or "").splitlines()[:1]
         detail = text[0] if text and status < 500 else HTTPStatus(status).phrase
         error = ApiError(status, detail, kind=INVALID if status < 500 else SERVER, code="bad_http")
@@ -86,6 +94,8 @@ class ApiRunner(web.AppRunner):
             app,
             handler_cancellation=True,
             access_log=None,
+            # Compressed bodies are refused, so nothing may inflate before that.
+            auto_decompress=False,
             keepalive_timeout=config.keepalive_timeout,
             shutdown_timeout=config.close_timeout,
         )

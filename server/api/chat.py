@@ -10,7 +10,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from engine import RequestError
-from server.api.common import SERVICES, Order, build_order, check_model, model_names, read_body
+from server.api.common import SERVICES, Order, build_order, check_model, check_size, model_names, read_body
 from server.api.reply import Said, reply
 from server.schema.requests import read_chat, read_messages
 from server.schema.responses import (
@@ -100,6 +100,7 @@ async def handle(http: web.Request) -> web.StreamResponse:
         engine, codec = services.backend.require()
         check_model(body.model, model_names(engine.info, services.config))
         messages = read_messages(body)
+        check_size((message["content"] for message in messages), services, "messages")
         size = sum(len(message["content"]) for message in messages)
         heavy = size > services.config.long_prompt_chars
         prompt = await services.workers.run(heavy, _encode, codec, messages)

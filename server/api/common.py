@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -84,6 +84,16 @@ def check_model(name: str, names: Sequence[str]) -> None:
             f"The model {shown(name)} is not served here; there is: {', '.join(names)}",
             param="model",
             code="model_not_found",
+        )
+
+
+def check_size(texts: Iterable[str], services: Services, field: str) -> None:
+    """Raise ContextLengthExceeded for texts so long that tokenizing them would be a waste."""
+    engine, _ = services.backend.require()
+    if sum(len(text) for text in texts) > services.backend.max_prompt_bytes:
+        raise ContextLengthExceeded(
+            f"The prompt has far more tokens than the context of {engine.info.context_length} holds",
+            param=field,
         )
 
 

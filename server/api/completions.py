@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 from msgspec import UNSET
 
-from server.api.common import SERVICES, Order, Services, build_order, check_model, model_names, read_body
+from server.api.common import (
+    SERVICES,
+    Order,
+    Services,
+    build_order,
+    check_model,
+    check_size,
+    model_names,
+    read_body,
+)
 from server.api.reply import Said, reply
-from server.schema.requests import CompletionRequest, read_completion, read_prompts
+from server.schema.requests import read_completion, read_prompts
 from server.schema.responses import Completion, CompletionChoice, Usage, UsageField
 
 if TYPE_CHECKING:
@@ -68,24 +76,22 @@ async def handle(http: web.Request) -> web.StreamResponse:
         body = await read_body(http, services, read_completion)
         engine, codec = services.backend.require()
         check_model(body.model, model_names(engine.info, services.config))
-        prompts = await _tokenize(services, codec, body, engine.info.vocab_size)
+        prompts = await _tokenize(services, codec, body.prompt)
         order = build_order(http, services, body, prompts, prefix="cmpl-", field="prompt")
         return await reply(http, services, order, CompletionDialect(), started)
 
 
-async def _tokenize(
-    services: Services, codec: TextCodec, body: CompletionRequest, vocab_size: int
-) -> list[tuple[int, ...]]:
-    heavy = _size(body.prompt) > services.config.long_prompt_chars
-    return await services.workers.run(
-        heavy,
-        partial(_encode, codec, max_prompts=services.config.max_prompts, vocab_size=vocab_size),
-        body.prompt,
-    )
+async def _tokenize(services: Services, codec: TextCodec, prompt: object) -> list[tuple[int, ...]]:
+    heavy = _size(prompt) > services.config.long_prompt_chars
+    return await services.workers.run(heavy, _encode, services, codec, prompt)
 
 
-def _encode(codec: TextCodec, prompt: object, *, max_prompts: int, vocab_size: int) -> list[tuple[int, ...]]:
-    prompts = read_prompts(prompt, vocab_size=vocab_size, max_prompts=max_prompts)
+def _encode(services: Services, codec: TextCodec, prompt: object) -> list[tuple[int, ...]]:
+    engine, _ = services.backend.require()
+    prompts = read_prompts(prompt, vocab_size=engine.info.vocab_size, max_prompts=services.config.max_prompts)
+    for one in prompts:
+        if isinstance(one, str):
+            check_size([one], services, "prompt")
     return [tuple(codec.encode(one)) if isinstance(one, str) else one for one in prompts]
 
 

@@ -1,0 +1,306 @@
+"""Every bad body gets a 400 (404, 413, 415) that names the field, and the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from server.config import ServerConfig
+from tests.server.fakes import MODEL, VOCAB, FakeEngine, chat_body, running
+
+PATHS = ["/v1/completions", "/v1/chat/completions"]
+
+
+def body_for(path, **fields):
+    return chat_body(**fields) if "chat" in path else {"model": MODEL, "prompt": "abc", **fields}
+
+
+async def refused(client, path, body, status=400):
+    got, answer, headers = await client.post(path, body)
+    assert got == status, (body, answer)
+    assert headers["Content-Type"].startswith("application/json")
+    assert set(answer) == {"error"}
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert answer["error"]["message"]
+    return answer["error"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_each_field_of_a_wrong_type_or_out_of_range_is_named(path):
+    """O055, O074: no coercion, no silent default; param is the field, the message has value and limit."""
+    wrong = {
+        "model": [5, None, []],
+        "max_tokens": ["5", True, 1.0, -1, [], {}],
+        "max_completion_tokens": ["5", 2.5, -1],
+        "temperature": ["1", -0.1, 2.1, False, []],
+        "top_p": ["1", -0.1, 1.1, True],
+        "top_k": [1.0, -1, "4", True],
+        "min_p": [-0.1, 1.1, "0"],
+        "seed": [1.5, "1", 2**63, -(2**63) - 1, True],
+        "stop": [5, {}, [1], ["a", None]],
+        "ignore_eos": ["true", 1, 0, []],
+        "stream": ["true", 1, {}],
+        "stream_options": ["x", 5, []],
+        "user": [5, ["a"]],
+        "prompt_cache_key": [5, {}],
+        "prompt_cache_isolation_key": [5, True],
+        "cache_salt": [5],
+        "prompt_cache_max_len": [-1, "0", 1.5, True],
+        "context_length_exceeded_behavior": ["maybe", 1],
+        "perf_metrics_in_response": ["yes", 1],
+        "return_token_ids": ["yes", 0],
+    }
+    async with running(FakeEngine()) as client:
+        for name, values in wrong.items():
+            for value in values:
+                error = await refused(client, path, body_for(path, **{name: value}))
+                assert error["param"].split("[")[0] == name, (name, value, error)
+        error = await refused(client, path, body_for(path, temperature=2.5))
+        assert "2.5" in error["message"]
+        assert "2.0" in error["message"]
+        assert client.engine.submitted == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_null_is_the_same_as_absent(path):
+    names = (
+        "max_tokens max_completion_tokens temperature top_p top_k min_p seed stop ignore_eos stream "
+        "stream_options user prompt_cache_key prompt_cache_isolation_key cache_salt prompt_cache_max_len "
+        "context_length_exceeded_behavior perf_metrics_in_response return_token_ids n logprobs top_logprobs "
+        "frequency_penalty presence_penalty logit_bias response_format service_tier"
+    )
+    async with running(FakeEngine()) as client:
+        status, body, _ = await client.post(path, body_for(path, **dict.fromkeys(names.split())))
+        assert status == 200, body
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_neutral_fields_are_taken_and_others_refused_in_words(path):
+    """Fields of later versions: taken while they ask for nothing, else 400 naming them. O057, O062, O068."""
+    both = [
+        ("n", 1, [2, 0, True, "1"]),
+        ("echo", False, [True, 0]),
+        ("logprobs", False, [True, 0, 1, 5]),
+        ("top_logprobs", None, [0, 3, 21]),
+        ("frequency_penalty", 0.0, [0.1, False]),
+        ("presence_penalty", 0, [1]),
+        ("repetition_penalty", 1.0, [1.1]),
+        ("logit_bias", {}, [{"5": 1}]),
+        ("response_format", {"type": "text"}, [{"type": "json_object"}, {}, "text", {"type": "xml"}]),
+        ("service_tier", "auto", ["priority"]),
+    ]
+    own = (
+        [("tools", [], [[{"type": "function"}]]), ("tool_choice", "auto", ["required"])]
+        if "chat" in path
+        else [("best_of", 1, [2]), ("suffix", "", ["x"])]
+    )
+    async with running(FakeEngine()) as client:
+        status, body, _ = await client.post(
+            path, body_for(path, **{name: value for name, value, _ in both + own})
+        )
+        assert status == 200, body
+        for name, _, values in both + own:
+            for value in values:
+                error = await refused(client, path, body_for(path, **{name: value}))
+                assert error["param"] == name
+                assert error["message"] == f"'{name}' is not supported yet by this server"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_tolerated_fields_are_ignored_and_unknown_ones_refused(path):
+    async with running(FakeEngine()) as client:
+        tolerated = {
+            "chat_template_kwargs": {"tokenize": True},
+            "prompt_cache_retention": "24h",
+            "prompt_cache_options": {"ttl": "30m"},
+            "store": True,
+            "safety_identifier": "someone",
+        }
+        status, body, _ = await client.post(path, body_for(path, **tolerated))
+        assert status == 200, body
+        error = await refused(client, path, body_for(path, wheels=4))
+        assert error["message"] == "Extra inputs are not permitted, field: 'wheels', value: 4"
+        assert error["param"] == "wheels"
+        error = await refused(client, path, body_for(path, wheels="x" * 10_000))
+        assert len(error["message"]) < 250
+        options = body_for(path, stream=True, stream_options={"wheels": 1})
+        assert (await refused(client, path, options))["param"] == "stream_options.wheels"
+
+
+async def test_stream_options_need_a_stream():
+    """O055: param is the field at fault."""
+    async with running(FakeEngine()) as client:
+        for stream in ({}, {"stream": False}):
+            body = body_for(PATHS[0], stream_options={"include_usage": True}, **stream)
+            assert (await refused(client, PATHS[0], body))["param"] == "stream_options"
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["", "x"], ["x"] * 5, ["x"] * 1000, "x" * 1_000_001])
+async def test_stop_strings_are_never_empty_too_many_or_too_long(stop):
+    """O049: count and length capped; an empty stop string is no instant match."""
+    async with running(FakeEngine()) as client:
+        assert (await refused(client, PATHS[0], body_for(PATHS[0], stop=stop)))["param"].startswith("stop")
+        await client.complete("p", stop=["a", "b", "c", "d"])
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [-1],
+        [[-1]],
+        [VOCAB],
+        [2**63],
+        [2**100],
+        [1.0],
+        [True],
+        [[1], [True]],
+        [],
+        [[]],
+        [[1], []],
+        "",
+        [""],
+        ["a", ""],
+        ["a", 1],
+        [1, "a"],
+        [[1], "a"],
+        {},
+        5,
+        None,
+        True,
+        ["a"] * 257,
+    ],
+)
+async def test_bad_prompts_never_reach_the_model(prompt):
+    """O033, O065: zero tokens, ids outside the vocabulary, mixed kinds: 400 each, and nothing is run."""
+    async with running(FakeEngine()) as client:
+        assert (await refused(client, PATHS[0], {"model": MODEL, "prompt": prompt}))["param"] == "prompt"
+        assert client.engine.submitted == []
+        await client.complete([0, VOCAB - 1])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"  ",
+        b"{",
+        b"null",
+        b"[]",
+        b"42",
+        b'"text"',
+        b"\xef\xbb\xbf{}",
+        "{}".encode("utf-16"),
+        b'{"model": "\xff"}',
+        b"\x1f\x8b\x08\x00rest",
+        b"a=1&b=2",
+        b'{"model":"tiny","model":"tiny","prompt":"a"}',
+        b'{"model":"tiny","prompt":"a","temperature":NaN}',
+        b'{"model":"tiny","prompt":"a","temperature":Infinity}',
+        b'{"model":"tiny","prompt":"a","temperature":1e400}',
+        b'{"model":"tiny","prompt":"a","seed":' + b"9" * 5000 + b"}",
+        b'{"model":"tiny","prompt":"\\ud800"}',
+        b'{"model":"tiny","prompt":"a","\\udfff":1}',
+        b'{"model":"tiny","messages":[{"role":"user","content":"\\ud83d"}]}',
+        b'{"model":"tiny","messages":[{"role":"user","role":"user","content":"a"}]}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"model":"tiny","prompt":"a"} trailing',
+        b"{'model':'tiny'}",
+    ],
+)
+async def test_broken_bodies_are_a_400(path, raw):
+    """O074, O075: whatever the bytes, the answer is a 400 in the error shape, never a 500."""
+    async with running(FakeEngine()) as client:
+        await refused(client, path, raw)
+        await client.complete()
+
+
+async def test_only_plain_json_is_read():
+    """O075: another or no content type, another charset, a compressed body: 415 in the error shape."""
+    good = json.dumps({"model": MODEL, "prompt": "a"}).encode()
+    async with running(FakeEngine()) as client:
+        for headers in (
+            {"Content-Type": "application/x-www-form-urlencoded"},
+            {"Content-Type": "text/plain"},
+            {"Content-Type": "multipart/form-data; boundary=x"},
+            {"Content-Type": "application/json; charset=utf-16"},
+            {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+        ):
+            async with client.session.post(client.url + PATHS[0], data=good, headers=headers) as response:
+                assert response.status in (400, 415)
+                assert (await response.json())["error"]["message"]
+        skip = {"skip_auto_headers": ["Content-Type"]}
+        async with client.session.post(client.url + PATHS[0], data=good, **skip) as response:
+            assert response.status == 415
+        status, _, _ = await client.post(PATHS[0], good, Content_Type="application/json; charset=UTF-8")
+        assert status == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_another_model_is_not_found_and_a_missing_one_is_a_400(path):
+    async with running(FakeEngine(), ServerConfig(served_model_name="alias, other")) as client:
+        error = await refused(client, path, body_for(path) | {"model": "gpt-9"}, 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        body = body_for(path)
+        del body["model"]
+        assert (await refused(client, path, body))["param"] == "model"
+        for name in (MODEL, "alias", "other"):
+            status, answer, _ = await client.post(path, body_for(path) | {"model": name})
+            assert (status, answer["model"]) == (200, name)
+        _, models, _ = await client.get("/v1/models")
+        assert [(m["id"], m["context_length"]) for m in models["data"]] == [
+            (MODEL, 500),
+            ("alias", 500),
+            ("other", 500),
+        ]
+
+
+async def test_a_body_over_the_limit_is_a_413():
+    async with running(FakeEngine(), ServerConfig(max_body_mb=1)) as client:
+        error = await refused(client, PATHS[0], body_for(PATHS[0], user="x" * 1_100_000), 413)
+        assert error["code"] == "request_too_large"
+
+        async def chunks():
+            for _ in range(20):
+                yield b" " * 100_000
+
+        headers = {"Content-Type": "application/json"}
+        async with client.session.post(client.url + PATHS[0], data=chunks(), headers=headers) as response:
+            assert response.status == 413
+            assert (await response.json())["error"]["message"]
+        await client.complete()
+
+
+async def test_a_text_far_beyond_the_context_is_refused_without_tokenizing_it():
+    """O036, O045: megabytes of prompt are refused at once; streams and health go on meanwhile."""
+    engine = FakeEngine("x" * 400, pace=0.001)
+    async with running(engine) as client:
+        stream = asyncio.create_task(client.stream(PATHS[0], body_for(PATHS[0], max_tokens=300)))
+        for size in (5_000_000, 27_000_000):
+            for path, body in [
+                (PATHS[0], {"model": MODEL, "prompt": "word " * (size // 5)}),
+                (PATHS[1], chat_body("word " * (size // 5))),
+            ]:
+                big = asyncio.create_task(refused(client, path, body))
+                assert (await client.get("/health"))[0] == 200
+                assert (await big)["code"] == "context_length_exceeded"
+        events, _ = await stream
+        assert events[-1] == "[DONE]"
+
+
+async def test_a_body_that_never_comes_is_given_up():
+    """O082: a client that sends its body too slowly is answered 408 and forgotten."""
+    async with running(FakeEngine(), ServerConfig(body_timeout=0.1)) as client:
+        reader, writer = await asyncio.open_connection(client.host, client.port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\n\r\n{"
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        await writer.wait_closed()
+        await client.complete()

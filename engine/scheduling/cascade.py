@@ -7,6 +7,7 @@ read once for many queries; here any number of groups, and sequences that share 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -66,41 +67,71 @@ def _group(spans: Sequence[Span], page_size: int, align: int) -> tuple[list[int]
     step = align // page_size
     keys = [tuple(s.table[step - 1 : s.start // align * step : step]) for s in spans]
     order = sorted(range(len(spans)), key=lambda i: (keys[i], i))
-    chosen = _best_groups([keys[i] for i in order], 0, len(order))[1]
-    grouped = [order[i] for g in chosen for i in range(g.first, g.end)]
+    grouped, groups = list[int](), list[Group]()
+    for members, tiles in _best_groups([keys[i] for i in order]):
+        groups.append(Group(len(grouped), len(grouped) + len(members), tiles))
+        grouped += [order[m] for m in members]
     inside = set(grouped)
-    groups, at = [], 0
-    for group in chosen:
-        size = group.end - group.first
-        groups.append(Group(at, at + size, group.tiles))
-        at += size
     return grouped + [i for i in range(len(spans)) if i not in inside], groups
 
 
-def _best_groups(keys: list[tuple[int, ...]], first: int, end: int) -> tuple[int, list[Group]]:
-    """Tile reads saved, and the groups that save them, among sorted sequences [first, end).
+class Branch(NamedTuple):
+    """Sequences that share their first `tiles` tiles and part after them; a single one has no branches."""
 
-    Either the whole range is one group over what all of it shares, or its branches are better alone.
+    member: int
+    tiles: int
+    branches: tuple[int, ...]
+
+
+def _best_groups(keys: list[tuple[int, ...]]) -> list[tuple[list[int], int]]:
+    """The groups, as (members, tiles), that save most tile reads among sorted sequences.
+
+    A group of k members over t tiles saves (k - 1) * t: opening it costs t, and each member then gains t.
+    Going down the tree, each branch either leaves its sequences to the group opened above it or opens one
+    of its own. That is exact, as what a sequence gains depends only on the group it ends up in.
     """
-    if end - first < 2:
-        return 0, []
-    shared = common_prefix(keys[first], keys[end - 1])
-    saved, groups = 0, list[Group]()
-    at = first
+    tree: list[Branch] = []
+    root = _branch(tree, keys, 0, len(keys))
+
+    @cache
+    def best(at: int, above: int) -> tuple[int, bool]:
+        """Tile reads saved below while a group over `above` tiles is open, and whether to open another."""
+        _, tiles, branches = tree[at]
+        if not branches:
+            return above, False
+        joined = sum(best(b, above)[0] for b in branches)
+        opened = sum(best(b, tiles)[0] for b in branches) - tiles if tiles > above else 0
+        return max(joined, opened), opened > joined
+
+    groups: list[tuple[list[int], int]] = []
+
+    def collect(at: int, above: int, members: list[int]) -> None:
+        member, tiles, branches = tree[at]
+        if not branches and above:
+            members.append(member)
+        elif branches and best(at, above)[1]:
+            above, members = tiles, []
+            groups.append((members, tiles))
+        for branch in branches:
+            collect(branch, above, members)
+
+    collect(root, 0, [])
+    return groups
+
+
+def _branch(tree: list[Branch], keys: list[tuple[int, ...]], first: int, end: int) -> int:
+    """Append the tree of sorted sequences [first, end) to `tree`; returns the index of its top."""
+    branches, tiles = list[int](), common_prefix(keys[first], keys[end - 1])
+    at = first if end - first > 1 else end
     while at < end:
         stop = at + 1
-        if len(keys[at]) > shared:
-            while stop < end and len(keys[stop]) > shared and keys[stop][shared] == keys[at][shared]:
+        if len(keys[at]) > tiles:
+            while stop < end and keys[stop][tiles] == keys[at][tiles]:
                 stop += 1
-        if stop - at < end - first:
-            branch = _best_groups(keys, at, stop)
-            saved += branch[0]
-            groups += branch[1]
+        branches.append(_branch(tree, keys, at, stop))
         at = stop
-    whole = (end - first - 1) * shared
-    if whole and whole >= saved:
-        return whole, [Group(first, end, shared)]
-    return saved, groups
+    tree.append(Branch(first, tiles, tuple(branches)))
+    return len(tree) - 1
 
 
 def _shared_level(

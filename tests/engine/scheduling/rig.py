@@ -1,0 +1,217 @@
+"""A scheduler, a fake runner and a stream reader for each request; all is checked after every call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from engine.cache.pool import PagePool
+from engine.plan import StepCosts, StepPlan
+from engine.scheduling.scheduler import Limits, Scheduler
+from engine.types import CacheReceipt, EngineRequest, FinishReason, SamplingParams
+from tests.engine.scheduling.fake_runner import STOP, FakeRunner, Truth, alone
+
+
+class Stream:
+    """What one client got, and what it should get. `ended_by` is what the test itself did to it."""
+
+    def __init__(self, request: EngineRequest, seed: int, context: int) -> None:
+        self.request = request
+        self.expected, self.natural = alone(request, seed, context)
+        self.tokens: list[int] = []
+        self.receipts: list[CacheReceipt | None] = []
+        self.finish: FinishReason | None = None
+        self.ended_by: set[FinishReason] = set()
+
+    @property
+    def cached(self) -> int:
+        receipt = self.receipts[-1]
+        assert receipt is not None, "it never ran"
+        return receipt.cached_tokens
+
+    @property
+    def all_tokens(self) -> tuple[int, ...]:
+        return self.request.prompt + tuple(self.tokens)
+
+
+class Rig:
+    """Small pools by default: they make everything happen that large ones only do at night."""
+
+    def __init__(
+        self, pages: int = 64, page_size: int = 4, costs: StepCosts | None = None, **limits: object
+    ) -> None:
+        self.pool = PagePool(pages + 1, page_size)
+        limits.setdefault("context", pages * page_size)
+        limits.setdefault("align", page_size)
+        self.scheduler = Scheduler(self.pool, Limits(**limits), costs or StepCosts())  # type: ignore[arg-type]
+        self.runner = FakeRunner(pages + 1, page_size)
+        self.streams: dict[int, Stream] = {}
+        self.in_flight: StepPlan | None = None
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: object,
+        max_tokens: int = 1,
+        *,
+        namespace: Hashable = "",
+        seed: int = 0,
+        ignore_eos: bool = True,
+        cache_max_len: int | None = None,
+    ) -> int:
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,), ignore_eos=ignore_eos)
+        request = EngineRequest(
+            request_id="same for all", prompt=tuple(prompt), params=params, cache_max_len=cache_max_len
+        )
+        id = self.scheduler.submit(request, namespace, seed)
+        assert id not in self.streams, "an id is used twice"
+        self.streams[id] = Stream(request, seed, self.scheduler.limits.context)
+        self.runner.truth[id] = Truth(namespace, request, seed, list(request.prompt))
+        self.audit()
+        return id
+
+    def plan(self) -> StepPlan | None:
+        assert self.in_flight is None
+        self.in_flight = self.scheduler.plan()
+        self.audit()
+        return self.in_flight
+
+    def commit(self, bad: frozenset[int] = frozenset()) -> None:
+        """Run and commit the step in flight; `bad` are positions in the plan's sequences."""
+        plan = self._landed()
+        result = self.runner.run(plan, bad)
+        for index in bad:
+            self.streams[plan.sequence_ids[index]].ended_by.add("error")
+        self.scheduler.commit(plan, result)
+        self.audit()
+
+    def fail(self, *, early: bool = False) -> None:
+        """The step in flight raises."""
+        plan = self._landed()
+        self.runner.run_and_raise(plan, early=early)
+        for id in plan.sequence_ids:
+            self.streams[id].ended_by.add("error")
+        self.scheduler.fail(plan, "the step raised")
+        self.audit()
+
+    def stop(self, id: int, reason: FinishReason = "abort") -> None:
+        if self.streams[id].finish is None:
+            self.streams[id].ended_by.add(reason)
+        self.scheduler.stop(id, reason)
+        self.audit()
+
+    def preempt(self, id: int) -> None:
+        self.scheduler.preempt(id)
+        self.audit()
+
+    def clear(self) -> None:
+        self.scheduler.tree.clear()
+        assert self.scheduler.tree.evictable_pages == 0
+        self.audit()
+
+    def step(self) -> bool:
+        """Plan, run and commit; False if there was nothing to run."""
+        if self.plan() is None:
+            return False
+        self.commit()
+        return True
+
+    def drain(self) -> int:
+        """Run until all have ended; returns the steps. A deadlock or livelock is an AssertionError."""
+        if self.in_flight is not None:
+            self.commit()
+        steps, most = 0, self.most_steps()
+        while not self.scheduler.idle:
+            assert self.step(), "requests wait and nothing can run"
+            steps += 1
+            assert steps <= most, f"{most} steps and still no end"
+        self.audit_idle()
+        return steps
+
+    def run(self, prompt: object, max_tokens: int = 1, **how: object) -> Stream:
+        """Submit one request and run until all have ended."""
+        id = self.submit(prompt, max_tokens, **how)  # type: ignore[arg-type]
+        self.drain()
+        return self.streams[id]
+
+    def most_steps(self) -> int:
+        """A generous bound: every step brings somebody on by a row, and whoever is oldest is never undone,
+        so each request costs the others at most one start from the beginning."""
+        live = [s for s in self.streams.values() if s.finish is None]
+        rows = sum(len(s.request.prompt) + len(s.expected) + 1 for s in live)
+        return 10 + rows * (len(live) + 1)
+
+    def _landed(self) -> StepPlan:
+        plan, self.in_flight = self.in_flight, None
+        assert plan is not None
+        return plan
+
+    # -- checks ----------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """What must hold after every call."""
+        scheduler, tree = self.scheduler, self.scheduler.tree
+        self._read_streams()
+        scheduler.check()
+        private = len(list(scheduler.private_pages()))
+        held = (self.pool.free_pages, tree.evictable_pages, tree.pinned_pages, private)
+        assert min(held) >= 0, held
+        assert sum(held) == self.pool.capacity, held
+        assert scheduler.pinned_pages == tree.pinned_pages + private
+        receipts = [s.receipts[-1] for s in self.streams.values() if s.receipts and s.receipts[-1]]
+        counters = scheduler.counters
+        if scheduler.idle:
+            assert counters.requests == len(receipts), "a request was not counted once"
+            assert counters.prompt_tokens == sum(r.prompt_tokens for r in receipts)
+            assert counters.cached_tokens == sum(r.cached_tokens for r in receipts)
+        assert counters.generated_tokens == sum(len(s.tokens) for s in self.streams.values())
+        assert counters.computed_rows == self.runner.rows_run
+        if self.in_flight is None:
+            self.runner.forget(self.pool.free_set())
+
+    def audit_idle(self) -> None:
+        """At idle nothing is held, every request has ended, and every page is free or can be had."""
+        self.audit()
+        tree = self.scheduler.tree
+        assert all(s.finish is not None for s in self.streams.values())
+        assert (tree.pinned_pages, list(self.scheduler.private_pages())) == (0, [])
+        assert self.pool.free_pages + tree.evictable_pages == self.pool.capacity
+        assert (self.scheduler.running, self.scheduler.waiting) == (0, 0)
+        assert sum(self.scheduler.counters.finished.values()) == len(self.streams)
+
+    def _read_streams(self) -> None:
+        for id, delta in self.scheduler.take_events():
+            stream = self.streams[id]
+            assert stream.finish is None, "something follows the end"
+            if delta.receipt is not None or not stream.receipts:
+                self._check_receipt(stream, delta.receipt, ended=delta.finish_reason is not None)
+            stream.tokens += delta.token_ids
+            self.runner.truth[id].tokens.extend(delta.token_ids)
+            assert stream.tokens == stream.expected[: len(stream.tokens)], "not what it gives alone"
+            stream.finish = delta.finish_reason
+            if delta.finish_reason is not None:
+                self._check_end(stream)
+                assert (delta.error is not None) == (delta.finish_reason == "error")
+            else:
+                assert delta.token_ids
+                assert delta.error is None
+
+    def _check_receipt(self, stream: Stream, receipt: CacheReceipt | None, *, ended: bool) -> None:
+        request = stream.request
+        if receipt is None:
+            assert ended
+            assert not stream.tokens, "tokens without a receipt"
+        else:
+            cap = len(request.prompt) - 1
+            if request.cache_max_len is not None:
+                cap = min(cap, request.cache_max_len)
+            assert receipt.prompt_tokens == len(request.prompt)
+            assert receipt.cached_tokens + receipt.computed_tokens == len(request.prompt)
+            assert 0 <= receipt.cached_tokens <= cap
+        assert all(r == receipt for r in stream.receipts), "the receipt changed"
+        stream.receipts.append(receipt)
+
+    def _check_end(self, stream: Stream) -> None:
+        if stream.finish == stream.natural and stream.tokens == stream.expected:
+            return
+        assert stream.finish in stream.ended_by, f"ended by {stream.finish} without a cause"

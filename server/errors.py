@@ -88,6 +88,8 @@ def to_api_error(exc: Exception, *, retry_after: int) -> ApiError:
         return ApiError(500, str(exc), kind=SERVER, code="step_failed")
     if isinstance(exc, web.HTTPException):
         return _from_http(exc)
+    if isinstance(exc, web.RequestPayloadError):
+        return ApiError(400, "The request's body is not valid HTTP", code="bad_http")
     return ApiError(500, "Internal error; the server's log has it", kind=SERVER, code="internal_error")
 
 
@@ -128,7 +130,7 @@ def error_middleware(retry_after: int) -> Middleware:
             raise
         except Exception as exc:
             error = to_api_error(exc, retry_after=retry_after)
-            if error.status == 500:
+            if not isinstance(exc, HeadwaterError | web.HTTPException | web.RequestPayloadError):
                 log.error("request %s failed: %s", request_id, exc, exc_info=exc)
             response = error.response()
         if not response.prepared:

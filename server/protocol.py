@@ -30,8 +30,8 @@ class ApiProtocol(RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Bound what is held for this client, and the time it may take for its first request's head."""
         super().connection_made(transport)
-        assert isinstance(transport, asyncio.Transport)
-        transport.set_write_buffer_limits(high=self._write_buffer)
+        assert self.transport is not None
+        self.transport.set_write_buffer_limits(high=self._write_buffer)
         # aiohttp limits the wait between requests, but not the wait for the first.
         self._silent = self._loop.call_later(self._silence, self._close_if_silent)
 

@@ -126,7 +126,7 @@ def build_order(
                 prompt=prompt,
                 params=_sampling(body, codec, _room(body, services.config, prompt, engine.info, field)),
                 namespace=namespace,
-                cache_max_len=body.prompt_cache_max_len,
+                cache_max_len=_cap(body.prompt_cache_max_len, len(prompt)),
                 prompt_index=index,
             )
             for index, prompt in enumerate(prompts)
@@ -184,16 +184,22 @@ def _sampling(body: GenerateRequest, codec: TextCodec, max_tokens: int) -> Sampl
         given = getattr(body, name)
         return float(given if given is not None else defaults.get(name, neutral))
 
+    top_k = int(choose("top_k", 0))
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=choose("temperature", 1.0),
         top_p=choose("top_p", 1.0),
-        top_k=int(choose("top_k", 0)),
+        top_k=top_k if top_k < codec.vocab_size else 0,
         min_p=choose("min_p", 0.0),
         seed=body.seed,
         stop_token_ids=tuple(codec.eos_ids),
         ignore_eos=bool(body.ignore_eos),
     )
+
+
+def _cap(limit: int | None, most: int) -> int | None:
+    # JSON integers have no bound; the engine's have.
+    return None if limit is None else min(limit, most)
 
 
 def _namespace(http: web.Request, config: ServerConfig, body: GenerateRequest) -> Namespace:

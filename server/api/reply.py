@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from aiohttp import web
 
-from engine import EngineUnavailable, HeadwaterError
+from engine import HeadwaterError
 from server.api.common import Order, Services
 from server.errors import REQUEST_ID, ApiError, ErrorObject, to_api_error
 from server.generate import Choice, Choices, Piece
@@ -145,8 +145,8 @@ class _Stream:
             raise
         except Exception as exc:
             error = to_api_error(exc, retry_after=config.retry_after)
-            if not isinstance(exc, EngineUnavailable):
-                log.error("stream %s failed: %s", self._order.reply_id, exc)
+            if not isinstance(exc, HeadwaterError):
+                log.error("stream %s failed: %s", self._order.reply_id, exc, exc_info=exc)
             await writer.event(ErrorEvent(error.object, usage_of(self._choices.choices)))
         else:
             await writer.done()

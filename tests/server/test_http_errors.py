@@ -194,3 +194,18 @@ async def test_no_series_grows_with_users():
         assert {name for name, _ in after - before} == {"headwater_requests_finished_total"}
         labels = dict(next(labels for name, labels in after if name == "headwater_model_info"))
         assert labels["model"] == engine.info.model
+
+
+async def test_the_tests_run_on_the_loop_that_serves():
+    assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
+
+
+@pytest.mark.parametrize("chunk", [b"zz\r\n{}\r\n0\r\n\r\n", b"-5\r\n{}\r\n", b"2\r\n{}xx\r\n0\r\n\r\n"])
+async def test_a_body_that_is_broken_as_http_is_a_400(chunk):
+    """O075: bad chunk sizes end in a 400 and a closed connection, never in a 500."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    async with running(FakeEngine()) as client:
+        answer = await raw(client, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk)
+        assert re.match(rb"HTTP/1\.[01] 400 ", answer), answer
+        assert b'{"error":{' in answer
+        await client.complete()

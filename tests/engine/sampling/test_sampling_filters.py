@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.plan import SampleRow
 from engine.sampling import ranking
+from engine.sampling.cdf import choose
 from engine.sampling.random import uniform
 from engine.sampling.sampler import Sampler
 from engine.types import SamplingParams
@@ -143,3 +144,21 @@ def test_min_p_of_one_keeps_only_the_equals_of_the_best():
     params = SamplingParams(max_tokens=1, min_p=1.0)
     rows = [SampleRow(0, params, 12, 0, 0, position) for position in range(200)]
     assert set(Sampler(4).sample(logits, rows)[0]) == {1, 2}
+
+
+def test_a_heavy_tail_that_min_p_cuts_off_far_down_weighs_nothing():
+    """The cut lies below the first look at the order, and the tail beyond it holds a third of the mass."""
+    logits = np.full(8192, -9.5, dtype=np.float32)
+    logits[[5, 4000]] = 0.0
+    logits[100:150] = -8.0
+    params = SamplingParams(max_tokens=1, min_p=2e-4)
+    probs = torch.softmax(torch.from_numpy(logits)[None], dim=-1)[0].numpy()
+    assert probs[probs < 2e-4 * probs.max()].sum() > 0.2
+    for u in np.linspace(0, 1, 20, endpoint=False).tolist():
+        assert choose(logits, probs, 0.0, params, u) == naive(logits, params, u)[0]
+
+
+@pytest.mark.parametrize(("u", "token"), [(0.0, 0), (0.25, 1), (0.5, 2), (0.75, 3), (1 - 2.0**-53, 3)])
+def test_each_token_owns_the_half_open_stretch_of_its_mass(u, token):
+    logits, probs = np.zeros(4, dtype=np.float32), np.full(4, 0.25, dtype=np.float32)
+    assert choose(logits, probs, 0.0, SamplingParams(max_tokens=1), u) == token

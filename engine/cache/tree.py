@@ -101,9 +101,22 @@ class PrefixTree:
             at.last_used = self._clock
             at = at.parent
 
+    def pin_partial(self, match: Match) -> Node:
+        """Pin the page in which a match ends, after `pin` of the same match. Returns the pinned node.
+
+        What follows that page stays evictable: a long neighbour is not held for a few rows.
+        """
+        node = match.partial
+        if node is None:
+            raise ValueError("the match ends at a page's edge")
+        if node.pins == 0 and len(node.pages) > 1:
+            node = self._split(node, 1)
+        self.pin_node(node)
+        return node
+
     def pin_cost(self, match: Match) -> int:
         """Pages that are evictable now and would not be while the match and its partial page are pinned."""
-        cost, partial = 0, match.partial
+        cost = 1 if match.partial is not None and match.partial.pins == 0 else 0
         at: Node | None = match.node
         pages = match.pages_in_node
         while at is not None:
@@ -111,8 +124,6 @@ class PrefixTree:
                 cost += pages
             at = at.parent
             pages = len(at.pages) if at is not None else 0
-        if partial is not None and partial.pins == 0:
-            cost += len(partial.pages) - (match.pages_in_node if partial is match.node else 0)
         return cost
 
     def unpin(self, node: Node) -> None:

@@ -275,10 +275,11 @@ class Scheduler:
         return match._replace(partial=None, partial_page=0, partial_rows=0, length=whole)
 
     def _admit(self, seq: Sequence, match: Match, rows: int) -> Chunk:
-        copy = self.tables.attach(seq, match)
-        if match.partial is not None:
-            self._copy_sources.append(match.partial)
-            self.counters.copied_rows += match.partial_rows
+        copy = None
+        if (attached := self.tables.attach(seq, match)) is not None:
+            copy, source = attached
+            self._copy_sources.append(source)
+            self.counters.copied_rows += copy.rows
         seq.state = State.RUNNING
         seq.target = len(seq.tokens)
         if seq.receipt is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.cache.node import Match
+from engine.cache.node import Match, Node
 from engine.cache.pool import PagePool
 from engine.cache.tree import PrefixTree
 from engine.plan import RowCopy
@@ -29,11 +29,11 @@ class PageTables:
         """Pages that would be lost to others if a sequence of `tokens` tokens began from this match."""
         return self.tree.pin_cost(match) + self.pool.pages_for(tokens) - len(match.pages)
 
-    def attach(self, seq: Sequence, match: Match) -> RowCopy | None:
+    def attach(self, seq: Sequence, match: Match) -> tuple[RowCopy, Node] | None:
         """Begin from a match: pin it, then take a page for rows that continue in a page of another.
 
-        The caller has seen that the cost is available. A copy's source stays pinned: the caller unpins
-        match.partial when the step that copies has been committed.
+        The caller has seen that the cost is available. Returns the copy, and the node that holds its source:
+        it stays pinned, and the caller unpins it when the step that copies has been committed.
         """
         seq.node = self.tree.pin(match)
         seq.table = list(match.pages)
@@ -41,10 +41,10 @@ class PageTables:
         seq.computed = match.length
         if match.partial is None:
             return None
-        self.tree.pin_node(match.partial)
+        source = self.tree.pin_partial(match)
         (page,) = self._take(1)
         seq.table.append(page)
-        return RowCopy(match.partial_page, page, match.partial_rows)
+        return RowCopy(match.partial_page, page, match.partial_rows), source
 
     def missing(self, seq: Sequence, end: int) -> int:
         """Pages that the table lacks to hold tokens [0, end)."""

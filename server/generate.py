@@ -55,6 +55,8 @@ class Choice:
             self.receipt = delta.receipt or self.receipt
             if delta.finish_reason in ("error", "abort"):
                 raise _failure(delta)
+            if not delta.token_ids and delta.finish_reason is None:
+                continue
             text, taken, stopped = self._take(delta.token_ids)
             if stopped:
                 stream.stop()

@@ -108,7 +108,7 @@ class FakeEngine:
     """Replies what `reply` says, `per_delta` tokens a step, every sequence once a step.
 
     A prompt that ended is cached for its namespace. While `gate` is unset no step runs. `fail_after` ends
-    every request with an error once it has generated so many tokens. With `max_running` the rest waits.
+    a request with an error once it has generated so many tokens. With `max_running` the rest waits.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class FakeEngine:
         context: int = 500,
         per_delta: int = 1,
         pace: float = 0.0,
-        fail_after: int | None = None,
+        fail_after: int | Callable[[EngineRequest], int | None] | None = None,
         max_running: int = 1000,
         max_waiting: int = 1000,
         model: str = MODEL,
@@ -237,7 +237,8 @@ class FakeEngine:
             self._totals[0] += stream.receipt.prompt_tokens
             self._totals[1] += stream.receipt.cached_tokens
         at = self.generated[id(stream)]
-        if self.fail_after is not None and at >= self.fail_after:
+        fail_after = self.fail_after(request) if callable(self.fail_after) else self.fail_after
+        if fail_after is not None and at >= fail_after:
             self._end(stream, "error", error="the step that ran this request failed: boom")
             return
         room = request.params.max_tokens - at
@@ -331,7 +332,7 @@ def events_of(text: str) -> list[Any]:
 
 @asynccontextmanager
 async def running(
-    engine: FakeEngine, config: ServerConfig | None = None, codec: TextCodec | None = None
+    engine: Any, config: ServerConfig | None = None, codec: TextCodec | None = None
 ) -> AsyncIterator[Client]:
     """Serve an engine on a real socket."""
     config = config or ServerConfig()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+
 import pytest
 
 from engine import EngineRequest
 from server.config import ServerConfig
-from tests.server.fakes import END, MODEL, FakeEngine, byte_codec, running, text_ids
+from tests.server.fakes import END, MODEL, FakeEngine, byte_codec, running, text_ids, until
 
 
 async def test_each_form_of_prompt_is_completed_in_order():
@@ -69,6 +72,8 @@ async def test_a_stop_string_cuts_text_ids_and_counts_wherever_deltas_are_cut(pe
         assert (choice["text"], choice["finish_reason"]) == ("on", "stop")
         assert choice["token_ids"] == text_ids("one t", end=False)
         assert body["usage"]["completion_tokens"] == 5
+        await until(lambda: not engine.live)
+        assert sum(engine.finished.values()) == 1
 
 
 async def test_a_stop_string_in_the_last_allowed_token_is_a_stop():
@@ -215,6 +220,12 @@ async def test_header_body_and_alias_name_the_same_isolation_key():
                 "/v1/completions", {"model": MODEL, "prompt": "p", **fields}, **headers
             )
             assert (status, body["error"]["param"]) == (400, "prompt_cache_isolation_key")
+        with socket.create_connection((client.host, client.port), timeout=10) as sock:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            data = b'{"model": "tiny", "prompt": "p"}'
+            odd = b"X-Prompt-Cache-Isolation-Key: \xff\xfe\r\nContent-Length: %d\r\n\r\n" % len(data)
+            await asyncio.to_thread(sock.sendall, head + odd + data)
+            assert (await asyncio.to_thread(sock.recv, 100)).startswith(b"HTTP/1.1 400 ")
 
 
 async def test_prompt_cache_max_len_caps_the_match():

@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import socket
-import struct
 
 import pytest
 
 from server.config import ServerConfig
 from tests.server.fakes import MODEL, FakeEngine, events_of, running, text_ids, until
+from tests.server.sockets import connect, leave, request_bytes
 
 LONG = {"model": MODEL, "prompt": "abc", "max_tokens": 100_000, "ignore_eos": True}
 
 
-def request_bytes(body, path="/v1/completions"):
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
-
-
-async def connect(client, body, **options):
-    reader, writer = await asyncio.open_connection(client.host, client.port, **options)
-    writer.write(request_bytes(body))
-    await writer.drain()
-    return reader, writer
-
-
 def endless(**options):
     return FakeEngine(lambda request: b"x" * 100_000, context=200_000, **options)
-
-
-def leave(writer, how):
-    """End a connection politely, or the way a killed process ends it."""
-    if how == "reset":
-        sock = writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    writer.close()
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])

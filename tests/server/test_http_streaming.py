@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -131,6 +132,23 @@ async def test_a_failure_in_mid_stream_is_an_error_event_and_the_end():
         assert events[-1]["usage"]["completion_tokens"] == 3
         status, body, _ = await client.post(COMPLETIONS, completion())
         assert (status, body["error"]["type"]) == (500, "server_error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_failed_choice_ends_the_others_of_its_request(stream):
+    """The reply can't be whole any more, so nothing goes on generating for it."""
+    engine = FakeEngine("x" * 400, pace=0.001, fail_after=lambda r: 3 if r.prompt == (98,) else None)
+    async with running(engine) as client:
+        async with client.session.post(
+            client.url + COMPLETIONS, json=completion(["a", "b", "c"], stream=stream)
+        ) as response:
+            text = await response.text()
+            assert response.status == (200 if stream else 500)
+        last = events_of(text)[-1] if stream else json.loads(text)
+        assert last["error"]["code"] == "step_failed"
+        await until(lambda: not engine.live)
+        assert engine.finished == {"error": 1, "abort": 2}
+        assert (await client.complete("q", max_tokens=2))["usage"]["completion_tokens"] == 2
 
 
 async def test_a_slow_first_token_is_bridged_by_comments():

@@ -81,9 +81,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     long_body_kb: Annotated[
         int, Meta(ge=0, le=65536, description="kB above which a body is decoded in a worker thread")
     ] = 64
-    long_prompt_chars: Annotated[
+    long_prompt_bytes: Annotated[
         int,
-        Meta(ge=0, le=10_000_000, description="Characters above which a prompt is tokenized in a worker"),
+        Meta(
+            ge=0, le=10_000_000, description="Bytes of body above which its prompt is tokenized in a worker"
+        ),
     ] = 2000
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe log lines shown")

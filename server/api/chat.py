@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from msgspec import UNSET
 
 from engine import RequestError
-from server.api.common import SERVICES, Order, build_order, check_model, check_size, model_names, read_body
+from server.api.common import (
+    SERVICES,
+    Order,
+    Services,
+    build_order,
+    check_model,
+    check_size,
+    model_names,
+    read_body,
+)
 from server.api.reply import Said, reply
-from server.schema.requests import read_chat, read_messages
+from server.schema.requests import ChatRequest, read_chat, read_messages
 from server.schema.responses import (
     ChatChoice,
     ChatChunk,
@@ -96,19 +105,17 @@ async def handle(http: web.Request) -> web.StreamResponse:
     services = http.app[SERVICES]
     with services.backend.answering():
         services.backend.require()
-        body = await read_body(http, services, read_chat)
+        body, long = await read_body(http, services, read_chat)
         engine, codec = services.backend.require()
         check_model(body.model, model_names(engine.info, services.config))
-        messages = read_messages(body)
-        check_size((message["content"] for message in messages), services, "messages")
-        size = sum(len(message["content"]) for message in messages)
-        heavy = size > services.config.long_prompt_chars
-        prompt = await services.workers.run(heavy, _encode, codec, messages)
+        prompt = await services.workers.run(long, _encode, services, codec, body)
         order = build_order(http, services, body, [prompt], prefix="chatcmpl-", field="messages")
         return await reply(http, services, order, ChatDialect(), started)
 
 
-def _encode(codec: TextCodec, messages: list[dict[str, Any]]) -> tuple[int, ...]:
+def _encode(services: Services, codec: TextCodec, body: ChatRequest) -> tuple[int, ...]:
     if not codec.has_chat_template:
         raise RequestError("This model has no chat template: use /v1/completions", param="messages")
+    messages = read_messages(body)
+    check_size((message["content"] for message in messages), services, "messages")
     return tuple(codec.encode_chat(messages))

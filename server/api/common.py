@@ -61,8 +61,11 @@ def model_names(info: EngineInfo, config: ServerConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys((info.model, *(name for name in aliases if name))))
 
 
-async def read_body(request: web.Request, services: Services, read: Callable[[bytes], R]) -> R:
-    """Read, decode and check the body. Raises ApiError (408, 413, 415) and RequestError."""
+async def read_body(request: web.Request, services: Services, read: Callable[[bytes], R]) -> tuple[R, bool]:
+    """Read, decode and check the body; say also whether its prompt may be long.
+
+    Raises ApiError (408, 413, 415) and RequestError.
+    """
     _check_type(request)
     limit = services.config.max_body_mb * 1_000_000
     if request.content_length is not None and request.content_length > limit:
@@ -73,7 +76,7 @@ async def read_body(request: web.Request, services: Services, read: Callable[[by
     except TimeoutError:
         raise ApiError(408, "The request's body did not arrive in time", code="timeout") from None
     heavy = len(body) > services.config.long_body_kb * 1000
-    return await services.workers.run(heavy, read, body)
+    return await services.workers.run(heavy, read, body), len(body) > services.config.long_prompt_bytes
 
 
 def check_model(name: str, names: Sequence[str]) -> None:

@@ -73,17 +73,12 @@ async def handle(http: web.Request) -> web.StreamResponse:
     services = http.app[SERVICES]
     with services.backend.answering():
         services.backend.require()
-        body = await read_body(http, services, read_completion)
+        body, long = await read_body(http, services, read_completion)
         engine, codec = services.backend.require()
         check_model(body.model, model_names(engine.info, services.config))
-        prompts = await _tokenize(services, codec, body.prompt)
+        prompts = await services.workers.run(long, _encode, services, codec, body.prompt)
         order = build_order(http, services, body, prompts, prefix="cmpl-", field="prompt")
         return await reply(http, services, order, CompletionDialect(), started)
-
-
-async def _tokenize(services: Services, codec: TextCodec, prompt: object) -> list[tuple[int, ...]]:
-    heavy = _size(prompt) > services.config.long_prompt_chars
-    return await services.workers.run(heavy, _encode, services, codec, prompt)
 
 
 def _encode(services: Services, codec: TextCodec, prompt: object) -> list[tuple[int, ...]]:
@@ -93,12 +88,3 @@ def _encode(services: Services, codec: TextCodec, prompt: object) -> list[tuple[
         if isinstance(one, str):
             check_size([one], services, "prompt")
     return [tuple(codec.encode(one)) if isinstance(one, str) else one for one in prompts]
-
-
-def _size(prompt: object) -> int:
-    # Characters and ids, roughly: enough to tell a long prompt from a short one.
-    if isinstance(prompt, str):
-        return len(prompt)
-    if isinstance(prompt, list):
-        return len(prompt) + sum(len(item) for item in prompt if isinstance(item, str | list))
-    return 0

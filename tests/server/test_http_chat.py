@@ -127,7 +127,7 @@ async def test_user_text_never_becomes_a_control_token():
 async def test_long_texts_are_tokenized_all_the_same():
     """The worker threads give the ids that the loop itself would give."""
     text = "long " * 90
-    for config in (ServerConfig(long_prompt_chars=0, long_body_kb=0), ServerConfig()):
+    for config in (ServerConfig(long_prompt_bytes=0, long_body_kb=0), ServerConfig()):
         engine = FakeEngine()
         async with running(engine, config) as client:
             await client.chat(text)

@@ -2,7 +2,7 @@
 
 Every filter keeps a prefix of the order, so filters are lengths and nothing is masked or renormalised.
 Order: temperature, top_k, top_p, min_p. top_p counts in shares of the mass that top_k left; min_p is
-relative to the likeliest token. At least one token always remains.
+relative to the likeliest token, and at most 1. So at least one token always remains.
 """
 
 from __future__ import annotations
@@ -68,4 +68,4 @@ def _kept(probs: Float64, mass: Float64, vocab_size: int, params: SamplingParams
         if first > known:
             return None
         kept = min(kept, first)
-    return max(kept, 1)
+    return kept

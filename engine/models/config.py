@@ -176,10 +176,12 @@ def _hf_window(raw: Mapping[str, Any]) -> int | None:
 def _hf_rope(raw: Mapping[str, Any], context: int) -> tuple[RopeConfig, int]:
     """RoPE in every spelling in use: `rope_scaling` or `rope_parameters`, `type` or `rope_type`, theta
     inside or beside, original length inside or beside. Returns it with the context that it allows."""
-    scaling: dict[str, Any] = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    by_hand, saved = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
+    scaling: dict[str, Any] = {**saved, **by_hand}
     if any(isinstance(value, Mapping) for value in scaling.values()):
         raise UnsupportedModel("rope parameters that differ between layer types are not served")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kinds = [source.get(key) for source in (by_hand, saved) for key in ("rope_type", "type")]
+    kind = next(filter(None, kinds), "default")
     partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial is not None and float(partial) != 1.0:
         raise UnsupportedModel(f"partial_rotary_factor {partial} is not served; only 1.0 is")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -100,7 +101,6 @@ class Choices:
         self._pumps: list[asyncio.Task[None]] = []
         self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue(QUEUED_PIECES)
         self._open = len(self.choices)
-        self._clock: Callable[[], float] = asyncio.get_running_loop().time
 
     async def __aenter__(self) -> Self:
         try:
@@ -143,14 +143,14 @@ class Choices:
         if piece.finish_reason is not None:
             self._open -= 1
             if self.ended:
-                self.timing.ended = self._clock()
+                self.timing.ended = time.monotonic()
         return piece
 
     async def _pump(self, choice: Choice, stream: RequestStream) -> None:
         last: float | None = None
         try:
             async for piece in choice.pieces(stream):
-                now = self._clock()
+                now = time.monotonic()
                 if self.timing.first_token is None:
                     self.timing.first_token = now
                     self._metrics.first_token(now - self.timing.started)

@@ -122,6 +122,7 @@ class Signals:
 
 
 async def _live(backend: Backend, engine_config: EngineConfig, config: ServerConfig, signals: Signals) -> End:
+    log.info("loading %s", engine_config.model)
     loading = asyncio.create_task(_load(engine_config), name="load")
     await _race(None, loading, signals.first.wait())
     if loading.cancelled():

@@ -25,7 +25,10 @@ class Counted(Protocol):
 
 
 class Timing:
-    """When a request came, when its first token did and when it ended, in seconds of one clock."""
+    """When a request came, when its first token did and when it ended, in seconds of time.monotonic.
+
+    Not of the loop's clock, which uvloop counts in whole milliseconds.
+    """
 
     __slots__ = ("ended", "first_token", "started")
 

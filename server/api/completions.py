@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -69,7 +69,7 @@ class CompletionDialect:
 
 async def handle(http: web.Request) -> web.StreamResponse:
     """Answer one request."""
-    started = asyncio.get_running_loop().time()
+    started = time.monotonic()
     services = http.app[SERVICES]
     with services.backend.answering():
         services.backend.require()

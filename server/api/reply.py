@@ -67,7 +67,7 @@ class ErrorEvent(msgspec.Struct, frozen=True):
 async def reply(
     http: web.Request, services: Services, order: Order, dialect: Dialect, started: float
 ) -> web.StreamResponse:
-    """Run an order and answer it. `started` is when the request came, by the loop's clock."""
+    """Run an order and answer it. `started` is when the request came, by time.monotonic."""
     engine, codec = services.backend.require()
     choices = Choices(
         engine,

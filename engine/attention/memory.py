@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.base import KvShape
 from engine.plan import RowCopy
+
+_CACHE_LINE = 64
 
 
 class KvMemory:
@@ -55,3 +59,11 @@ class KvMemory:
     def _check(self, page: int) -> None:
         if not 0 < page < self.shape.num_pages:
             raise ValueError(f"page {page} is not one of 1..{self.shape.num_pages - 1}")
+
+
+def _lazy_zeros(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory only when they are first written: torch.zeros would touch all of them."""
+    count = math.prod(size) * dtype.itemsize
+    memory = np.zeros(count + _CACHE_LINE, np.uint8)
+    skip = -memory.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(memory[skip : skip + count]).view(dtype).view(size)

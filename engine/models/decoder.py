@@ -7,6 +7,7 @@ provided that the rows are padded to `padded_rows` and that `attend` keeps the s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -64,6 +65,12 @@ class Decoder:
     def padded_rows(self, n: int) -> int:
         """Rows to which a forward call of n rows must be padded (with token 0 at position 0)."""
         return padded_rows(n, self.arithmetic)
+
+    def shallow(self, layers: int) -> Decoder:
+        """The first layers alone, with the same embedding and head and no weight copied: for probing."""
+        other = copy.copy(self)
+        other._layers = self._layers[:layers]
+        return other
 
     @torch.no_grad()
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:

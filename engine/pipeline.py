@@ -1,0 +1,92 @@
+"""What a step computes: rows through the decoder and the attention executor, then the sampler.
+
+The runner runs it on the whole model, the start-up probe on one layer: the same code, so that what the
+probe finds holds for what is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend
+from engine.models.decoder import Decoder
+from engine.plan import SampleRow, StepPlan
+from engine.sampling.sampler import Sampler
+from engine.types import TokenLogprob
+
+
+class Padding(NamedTuple):
+    """Multiples of rows at which no row's bits depend on the others: of the decoder's and the head's calls
+    (on top of what the decoder asks for), and of the attention executor's query rows."""
+
+    rows: int = 1
+    queries: int = 4
+
+
+class Sampled(NamedTuple):
+    """Tokens and log-probabilities of a step's samples, and which samples had finite logits only."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob | None]
+    finite: npt.NDArray[np.bool_]
+
+
+class Pipeline:
+    """A decoder, the KV memory it writes to, and a sampler. Belongs to the compute thread."""
+
+    def __init__(self, decoder: Decoder, attention: AttentionBackend, sampler: Sampler) -> None:
+        self.decoder = decoder
+        self.attention = attention
+        self.sampler = sampler
+        self._rows = 1
+
+    def pad(self, padding: Padding) -> None:
+        """Pad calls from now on; between steps."""
+        self._rows = padding.rows
+        self.attention.row_multiple = padding.queries
+
+    def hidden(self, plan: StepPlan) -> Tensor:
+        """Do all of a step up to the final norm: [rows, hidden] of the plan's own rows.
+
+        Raises ValueError on an impossible plan, and whatever the decoder or the executor raises.
+        """
+        self.attention.wipe(plan.wipe)
+        self.attention.copy_rows(plan.copies)
+        self.attention.begin(plan)
+        padded = self.decoder.padded_rows(self._round(plan.rows))
+        tokens, positions = np.zeros((2, padded), np.int64)
+        tokens[: plan.rows] = plan.token_ids
+        positions[: plan.rows] = plan.attention.positions
+        hidden = self.decoder.forward(
+            torch.from_numpy(tokens), torch.from_numpy(positions), self.attention.attend
+        )
+        return hidden[: plan.rows]
+
+    def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        """fp32 logits [n, vocab] of some rows of `hidden`."""
+        chosen = hidden.new_zeros(self._round(len(rows)), hidden.shape[1])
+        chosen[: len(rows)] = hidden[list(rows)]
+        return self.decoder.logits(chosen)[: len(rows)]
+
+    def sample(self, hidden: Tensor, samples: Sequence[SampleRow]) -> Sampled:
+        """Choose a token for each sample, from the logits of its row."""
+        if not samples:
+            return Sampled([], [], np.zeros(0, np.bool_))
+        logits = self.logits(hidden, [sample.row for sample in samples])
+        tokens, logprobs, finite = self.sampler.sample(logits, samples)
+        return Sampled(tokens, logprobs, finite.numpy())
+
+    def _round(self, rows: int) -> int:
+        return -(-rows // self._rows) * self._rows
+
+
+def finite_rows(hidden: Tensor) -> npt.NDArray[np.bool_]:
+    """Which rows of [rows, hidden] have finite numbers only; a sum could overflow or cancel."""
+    finite: npt.NDArray[np.bool_] = torch.isfinite(hidden).all(1).numpy()
+    return finite

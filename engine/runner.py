@@ -1,0 +1,230 @@
+"""The runner: a loaded model and its KV memory, executing one StepPlan at a time on the compute thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine import costs, machine, probe
+from engine.attention.base import AttentionBackend, KvReads, KvShape
+from engine.attention.cpu import CpuAttention
+from engine.attention.reference import ReferenceAttention
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.models import store
+from engine.models.decoder import Decoder
+from engine.models.linear import has_packed_linear, native_bf16
+from engine.models.loader import load_model
+from engine.pipeline import Pipeline, finite_rows
+from engine.plan import StepCosts, StepPlan, StepResult
+from engine.sampling.sampler import Sampler
+from engine.types import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+GB = 1e9
+
+
+class RunnerCounters(NamedTuple):
+    """What a runner has done since it was loaded. `reads` are the KV reads of the last step, a layer."""
+
+    steps: int
+    rows: int
+    sampled: int
+    reads: KvReads
+
+
+class Runner:
+    """Loaded model, KV memory and sampler. Every call is made on one and the same thread."""
+
+    def __init__(self, pipeline: Pipeline, info: EngineInfo, step_costs: StepCosts) -> None:
+        self.info = info
+        self.costs = step_costs
+        self._pipeline = pipeline
+        self._steps = self._rows = self._sampled = 0
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Runner:
+        """Load the model, size the KV pool, probe the arithmetic and measure step costs.
+
+        Sets torch's thread count for the calling thread, which must be the one that runs steps. Raises
+        ConfigError for a pool that is too small or larger than the memory, ModelError for the model.
+        """
+        threads = config.threads or machine.usable_cpus()
+        torch.set_num_threads(threads)
+        location = store.resolve(config.model)
+        decoder, notes = _load_decoder(config, location)
+        with torch.inference_mode():
+            verdict = probe.probe(_probe_pipeline(config, decoder))
+        pages = _pool_pages(config, decoder)
+        shape = _kv_shape(config, decoder, decoder.config.num_layers, pages)
+        attention = _make_attention(config, shape, decoder.dtype)
+        pipeline = Pipeline(decoder, attention, Sampler(decoder.config.vocab_size))
+        pipeline.pad(verdict.padding)
+        context = min(decoder.config.context_length, (pages - 1) * config.page_size)
+        with torch.inference_mode():
+            step_costs = costs.measure(pipeline, context)
+        info = EngineInfo(
+            model=location.name,
+            dtype=str(decoder.dtype).removeprefix("torch."),
+            executor=config.executor,
+            threads=threads,
+            context_length=context,
+            vocab_size=decoder.config.vocab_size,
+            page_size=config.page_size,
+            num_pages=pages,
+            kv_bytes=pages * shape.page_bytes(_kv_element(config, decoder)),
+            fingerprint=_fingerprint(config, decoder, verdict),
+            bit_identical=verdict.bit_identical,
+            notes=(*notes, *verdict.notes),
+        )
+        _log(info, step_costs)
+        return cls(pipeline, info, step_costs)
+
+    @property
+    def counters(self) -> RunnerCounters:
+        return RunnerCounters(self._steps, self._rows, self._sampled, self._pipeline.attention.kv_tokens_read)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Execute one step: wipe, copies, forward pass, sampling.
+
+        Raises ValueError on an impossible plan before anything is written by it but wipes and copies;
+        what torch raises passes through. A sequence with a non-finite number is named in the result.
+        """
+        started = time.perf_counter()
+        with torch.inference_mode():
+            hidden = self._pipeline.hidden(plan)
+            bad_rows = np.flatnonzero(~finite_rows(hidden))
+            sampled = self._pipeline.sample(hidden, plan.samples)
+        # Row r belongs to the last sequence that starts at or before it.
+        bad = set((np.searchsorted(plan.row_indptr, bad_rows, side="right") - 1).tolist())
+        bad.update(plan.sample_sequences[j] for j in np.flatnonzero(~sampled.finite).tolist())
+        self._steps += 1
+        self._rows += plan.rows
+        self._sampled += len(plan.samples)
+        return StepResult(
+            tuple(sampled.tokens),
+            tuple(sampled.logprobs),
+            frozenset(bad),
+            time.perf_counter() - started,
+        )
+
+
+def _load_decoder(config: EngineConfig, location: store.ModelLocation) -> tuple[Decoder, tuple[str, ...]]:
+    """Load the weights in the dtype this machine can run; what the user should know comes with them.
+
+    The reference executor always computes in float32, from the weights that the chosen dtype would have.
+    """
+    wants_bf16 = config.dtype == "bfloat16" or (
+        config.dtype == "auto" and native_bf16() and has_packed_linear()
+    )
+    max_context = config.max_context or None
+    if config.executor == "reference":
+        decoder = load_model(
+            location,
+            torch.float32,
+            arithmetic="plain",
+            max_context=max_context,
+            round_to_bf16=wants_bf16,
+        )
+        return decoder, ("reference executor: slow, for comparison",)
+    dtype = torch.bfloat16 if wants_bf16 else torch.float32
+    decoder = load_model(location, dtype, max_context=max_context)
+    if decoder.dtype is not dtype:
+        return decoder, ("this machine has no native bfloat16: float32 is used",)
+    return decoder, ()
+
+
+def _kv_shape(config: EngineConfig, decoder: Decoder, layers: int, pages: int) -> KvShape:
+    model = decoder.config
+    return KvShape(layers, pages, config.page_size, model.num_heads, model.num_kv_heads, model.head_dim)
+
+
+def _kv_element(config: EngineConfig, decoder: Decoder) -> int:
+    """Bytes of one number in the KV memory."""
+    return 4 if config.executor == "reference" else decoder.dtype.itemsize
+
+
+def _make_attention(config: EngineConfig, shape: KvShape, dtype: torch.dtype) -> AttentionBackend:
+    if config.executor == "reference":
+        return ReferenceAttention(shape, align=config.tile)
+    return CpuAttention(shape, dtype, tile=config.tile)
+
+
+def _probe_pipeline(config: EngineConfig, decoder: Decoder) -> Pipeline:
+    """One real layer over KV memory of its own."""
+    pages = probe.pages_needed(config.page_size, config.tile, decoder.config.context_length)
+    attention = _make_attention(config, _kv_shape(config, decoder, 1, pages), decoder.dtype)
+    return Pipeline(decoder.shallow(1), attention, Sampler(decoder.config.vocab_size))
+
+
+def _pool_pages(config: EngineConfig, decoder: Decoder) -> int:
+    """Pages of the pool, the zero page counted. Raises ConfigError where they can't be had.
+
+    By default a quarter of the memory limit, at most three quarters of what is free once the weights are
+    loaded, and no more than 64 sequences of full length, or all that may run, could fill.
+    """
+    shape = _kv_shape(config, decoder, decoder.config.num_layers, 0)
+    page_bytes = shape.page_bytes(_kv_element(config, decoder))
+    limit = machine.memory_limit()
+    if config.kv_gb:
+        pages = int(config.kv_gb * GB / page_bytes)
+        if pages * page_bytes > limit:
+            raise ConfigError(
+                f"HEADWATER_KV_GB={config.kv_gb:g} is more than the memory, {limit / GB:.1f} GB"
+            )
+    else:
+        useful = 1 + max(64, config.max_running) * -(-decoder.config.context_length // config.page_size)
+        pages = min(useful, int(min(limit / 4, machine.available_memory() * 0.75) / page_bytes))
+    least = 1 + -(-config.tile // config.page_size)
+    if pages < least:
+        raise ConfigError(
+            f"HEADWATER_KV_GB={config.kv_gb:g} holds {pages} pages: give at least"
+            f" {least * page_bytes / GB:.4f} for {least} pages of {page_bytes / 1e6:.2f} MB"
+        )
+    return pages
+
+
+def _fingerprint(config: EngineConfig, decoder: Decoder, verdict: probe.Verdict) -> str:
+    """Whatever decides bits, but the weights: executor, instruction set, tile, dtype, torch, padding."""
+    isa = torch.backends.cpu.get_cpu_capability()
+    return machine.fingerprint(
+        (
+            config.executor,
+            str(isa),
+            ",".join(machine.cpu_features()),
+            f"tile {config.tile}",
+            str(decoder.dtype),
+            decoder.arithmetic,
+            f"torch {torch.__version__}",
+            f"rows {verdict.padding.rows}, queries {verdict.padding.queries}",
+        )
+    )
+
+
+def _log(info: EngineInfo, step_costs: StepCosts) -> None:
+    logger.info(
+        "%s: %s, executor %s, %d threads, context %d, %d pages of %d tokens, %.2f GB of KV, bits %s, %s",
+        info.model,
+        info.dtype,
+        info.executor,
+        info.threads,
+        info.context_length,
+        info.num_pages,
+        info.page_size,
+        info.kv_bytes / GB,
+        "identical" if info.bit_identical else "not identical",
+        info.fingerprint,
+    )
+    logger.info(
+        "a step takes %.1f ms + %.3f ms a row + %.3f ms a thousand row-context pairs",
+        step_costs.base_ms,
+        step_costs.row_ms,
+        step_costs.pair_ms * 1000,
+    )
+    for note in info.notes:
+        logger.warning("%s", note)

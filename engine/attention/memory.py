@@ -24,10 +24,8 @@ class KvMemory:
 
     def __init__(self, shape: KvShape, dtype: torch.dtype) -> None:
         self.shape = shape
-        self.layers = [
-            torch.zeros(shape.num_pages * shape.page_size, 2, shape.num_kv_heads, shape.head_dim, dtype=dtype)
-            for _ in range(shape.num_layers)
-        ]
+        size = (shape.num_pages * shape.page_size, 2, shape.num_kv_heads, shape.head_dim)
+        self.layers = [_lazy_zeros(size, dtype) for _ in range(shape.num_layers)]
         self.pages = [layer.view(shape.num_pages, -1) for layer in self.layers]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:

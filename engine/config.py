@@ -51,9 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_context: Annotated[
         int, Meta(ge=0, le=10_000_000, description="Context limit in tokens; 0 takes the model's")
     ] = 0
-    max_running: Annotated[
-        int, Meta(ge=1, le=4096, description="Sequences that run at once")
-    ] = 64
+    max_running: Annotated[int, Meta(ge=1, le=4096, description="Sequences that run at once")] = 64
     max_waiting: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Requests that may wait; more are refused with 503")
     ] = 1024

@@ -1,14 +1,14 @@
 """Every error that Headwater raises on purpose.
 
-    HeadwaterError
-    ├── ConfigError              a setting is bad; the start stops
-    ├── ModelError               a model can't be found, read or served
-    │   └── UnsupportedModel     its architecture or a feature of it isn't served
-    ├── RequestError             the request can't be served as it is (HTTP 400)
-    │   └── ContextLengthExceeded    prompt at or over the context limit
-    ├── EngineUnavailable        starting, draining or failed (HTTP 503)
-    │   └── Overloaded           the queue is full (HTTP 503 with Retry-After)
-    └── StepFailed               the step that ran this request failed (HTTP 500)
+HeadwaterError
+├── ConfigError              a setting is bad; the start stops
+├── ModelError               a model can't be found, read or served
+│   └── UnsupportedModel     its architecture or a feature of it isn't served
+├── RequestError             the request can't be served as it is (HTTP 400)
+│   └── ContextLengthExceeded    prompt at or over the context limit
+├── EngineUnavailable        starting, draining or failed (HTTP 503)
+│   └── Overloaded           the queue is full (HTTP 503 with Retry-After)
+└── StepFailed               the step that ran this request failed (HTTP 500)
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def lab(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[Lab]:
+def lab(request: pytest.FixtureRequest, smollm2: Path) -> Lab:
     """Cold solo runs of 16 prompts, 4 of them over 512 tokens."""
     config = EngineConfig(model=str(smollm2), dtype=request.param, kv_gb=0.5)
     runner = Runner.load(config)
     if request.param == "bfloat16" and native_bf16():
         assert runner.info.dtype == "bfloat16"
     ids = TextCodec.load(smollm2).encode_plain((ROOT / "LICENSE").read_text(encoding="utf-8"))
-    yield Lab(runner, config.tile, make_cases(ids, LENGTHS, tokens=6))
+    return Lab(runner, config.tile, make_cases(ids, LENGTHS, tokens=6))
 
 
 def test_start_says_that_results_are_bit_identical(lab: Lab) -> None:

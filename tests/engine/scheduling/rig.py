@@ -73,6 +73,9 @@ class Rig:
     def plan(self) -> StepPlan | None:
         assert self.in_flight is None
         self.in_flight = self.scheduler.plan()
+        if self.in_flight is not None:
+            assert self.in_flight.rows <= self.scheduler.limits.max_step_tokens
+            assert self.scheduler.running <= self.scheduler.limits.max_running
         self.audit()
         return self.in_flight
 

@@ -58,12 +58,12 @@ def test_pages_of_a_failed_step_are_wiped_before_they_are_used() -> None:
 
 
 def test_a_wipe_that_did_not_happen_is_asked_for_again() -> None:
-    """The next step raises before it wipes; the one after that gets the same pages, shorter filled."""
+    """The next step needs one of two pages to wipe, and raises before it wipes; the one after takes both."""
     rig = Rig(6, 4)
     rig.submit(range(100, 108), 5)
     rig.plan()
     rig.fail()
-    rig.submit(range(200, 205), 5)
+    rig.submit(range(200, 203), 5)
     rig.plan()
     rig.fail(early=True)
     rig.submit(range(300, 305), 5)
@@ -166,3 +166,28 @@ def test_a_paused_scheduler_finishes_what_runs_and_admits_nothing() -> None:
     rig.scheduler.paused = False
     rig.drain()
     assert rig.streams[b].cached == 20
+
+
+def test_a_paused_scheduler_lets_a_preempted_request_go_on() -> None:
+    rig = Rig(64, 4)
+    a = rig.submit(PROMPT, 5)
+    rig.step()
+    rig.scheduler.paused = True
+    rig.preempt(a)
+    assert rig.scheduler.admitted == 1
+    rig.drain()
+    assert len(rig.streams[a].tokens) == 5
+
+
+def test_those_that_have_not_begun_can_be_taken_out() -> None:
+    """In order of arrival; who has begun stays, also where it waits again."""
+    rig = Rig(64, 4, max_running=1)
+    ids = [rig.submit(PROMPT, 5) for _ in range(4)]
+    rig.step()
+    rig.preempt(ids[0])
+    assert [s.id for s in rig.scheduler.take_waiting()] == ids[1:]
+    assert (rig.scheduler.waiting, rig.scheduler.admitted) == (1, 1)
+    while rig.step():
+        pass
+    assert rig.scheduler.idle
+    assert [rig.streams[i].finish for i in ids] == ["length", None, None, None]

@@ -380,11 +380,48 @@ def test_without_streams_a_prompt_takes_whole_steps() -> None:
 
 
 def test_rows_go_round_where_the_step_is_too_small_for_all_streams() -> None:
-    """No stream waits longer than the others' turns."""
+    """Seven streams, three rows a step: each gets a token at least every third step."""
     rig = Rig(100, 4, max_step_tokens=3)
     ids = [rig.submit(unrelated(i, 3), 12) for i in range(7)]
+    while rig.scheduler.counters.requests < 7 or not all(rig.streams[i].tokens for i in ids):
+        rig.step()
+    unserved = dict.fromkeys(ids, 0)
+    while all(rig.streams[i].finish is None for i in ids):
+        plan = rig.plan()
+        assert plan is not None
+        assert plan.rows == 3
+        for id in ids:
+            unserved[id] = 0 if id in plan.sequence_ids else unserved[id] + 1
+        assert max(unserved.values()) <= 4
+        rig.commit()
     rig.drain()
     assert all(len(rig.streams[i].tokens) == 12 for i in ids)
+
+
+@pytest.mark.parametrize(("pages", "admitted"), [(10, True), (11, False), (13, False)])
+def test_admission_keeps_a_page_for_each_running_sequence(pages: int, admitted: bool) -> None:
+    """Otherwise the newcomer would be preempted as soon as one of them needs its next page."""
+    rig = Rig(16, 4)
+    for i in range(3):
+        rig.submit(unrelated(i, 4), 3)  # a page each, and soon a second
+    rig.step()
+    id = rig.submit(unrelated(5, 4 * pages), 1)
+    plan = rig.plan()
+    assert plan is not None
+    assert (id in plan.sequence_ids) == admitted
+    rig.drain()
+    assert rig.scheduler.counters.preemptions == 0
+
+
+def test_a_request_evicts_no_more_than_it_takes() -> None:
+    """O017"""
+    rig = Rig(32, 4)
+    for i in range(4):
+        rig.run(unrelated(i, 32), 0)
+    assert rig.pool.free_pages == 0
+    rig.run(unrelated(9, 20), 0)
+    assert rig.scheduler.tree.evicted_pages == 5
+    assert [rig.scheduler.tree.match("", unrelated(i, 32), 99).length for i in range(4)] == [12, 32, 32, 32]
 
 
 def test_request_ids_of_clients_mean_nothing() -> None:

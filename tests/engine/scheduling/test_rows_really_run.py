@@ -155,9 +155,11 @@ def test_nested_prefixes_are_computed_once_each() -> None:
 
 
 def test_namespaces_compute_on_their_own() -> None:
-    rig = cold()
+    rig = cold(max_step_tokens=2000)
     for i in range(16):
         rig.submit(prompt(i), namespace=("account", i % 2))
+    rig.plan()
+    assert rig.scheduler.running == 2, "one waited for what is computed in another namespace"
     rig.drain()
     assert rows(rig) == 2 * 1500 + 16 * TAIL
 

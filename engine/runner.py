@@ -27,6 +27,8 @@ from engine.types import EngineInfo
 logger = logging.getLogger(__name__)
 
 GB = 1e9
+# The zero page, and one to use.
+_LEAST_PAGES = 2
 
 
 class RunnerCounters(NamedTuple):
@@ -44,7 +46,7 @@ class Runner:
     def __init__(self, pipeline: Pipeline, info: EngineInfo, step_costs: StepCosts) -> None:
         self.info = info
         self.costs = step_costs
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._steps = self._rows = self._sampled = 0
 
     @classmethod
@@ -87,7 +89,7 @@ class Runner:
 
     @property
     def counters(self) -> RunnerCounters:
-        return RunnerCounters(self._steps, self._rows, self._sampled, self._pipeline.attention.kv_tokens_read)
+        return RunnerCounters(self._steps, self._rows, self._sampled, self.pipeline.attention.kv_tokens_read)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Execute one step: wipe, copies, forward pass, sampling.
@@ -97,9 +99,9 @@ class Runner:
         """
         started = time.perf_counter()
         with torch.inference_mode():
-            hidden = self._pipeline.hidden(plan)
+            hidden = self.pipeline.hidden(plan)
             bad_rows = np.flatnonzero(~finite_rows(hidden))
-            sampled = self._pipeline.sample(hidden, plan.samples)
+            sampled = self.pipeline.sample(hidden, plan.samples)
         # Row r belongs to the last sequence that starts at or before it.
         bad = set((np.searchsorted(plan.row_indptr, bad_rows, side="right") - 1).tolist())
         bad.update(plan.sample_sequences[j] for j in np.flatnonzero(~sampled.finite).tolist())
@@ -180,11 +182,10 @@ def _pool_pages(config: EngineConfig, decoder: Decoder) -> int:
     else:
         useful = 1 + max(64, config.max_running) * -(-decoder.config.context_length // config.page_size)
         pages = min(useful, int(min(limit / 4, machine.available_memory() * 0.75) / page_bytes))
-    least = 1 + -(-config.tile // config.page_size)
-    if pages < least:
+    if pages < _LEAST_PAGES:
         raise ConfigError(
-            f"HEADWATER_KV_GB={config.kv_gb:g} holds {pages} pages: give at least"
-            f" {least * page_bytes / GB:.4f} for {least} pages of {page_bytes / 1e6:.2f} MB"
+            f"HEADWATER_KV_GB={config.kv_gb:g} is too little: give at least"
+            f" {_LEAST_PAGES * page_bytes / GB:.6f}, which is {_LEAST_PAGES} pages"
         )
     return pages
 

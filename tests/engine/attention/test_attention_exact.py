@@ -96,7 +96,7 @@ def forests(draw: st.DrawFn) -> tuple[Bench, list[Member]]:
     return Bench(shape, dtype, tile, seed=draw(st.integers(0, 1000))), members
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(forests())
 def test_a_planned_row_equals_the_same_row_flat_and_alone(case: tuple[Bench, list[Member]]) -> None:
     """O020: cascade on, off and alone give the same bits; and they are right."""
@@ -125,10 +125,13 @@ def test_chunks_that_cross_tile_edges_change_no_bit(dtype: torch.dtype, tile: in
     qkv = bench.rows(total)
     at_once = bench.run([whole], qkv)
     torch.testing.assert_close(at_once, bench.run([whole], qkv, oracle=True), rtol=0.0, atol=TOLERANCE[dtype])
-    for size in (1, 16, 17, tile - 1, tile, tile + 1):
+    for size in (16, 17, tile - 1, tile, tile + 1):
         chunks = whole.split([size] * (total // size) + [total % size] * (total % size > 0))
         parts = [bench.run([c], [x[c.start : c.start + c.rows] for x in qkv]) for c in chunks]
         assert torch.equal(torch.cat(parts), at_once), size
+    for row in [*range(8), *range(tile - 8, tile + 8), *range(total - 8, total)]:
+        alone = bench.run([Member((), whole.private, row, 1)], [x[row : row + 1] for x in qkv])
+        assert torch.equal(alone, at_once[row : row + 1]), row
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -136,7 +139,7 @@ def test_a_single_row_over_a_single_kv_head_keeps_its_bits(dtype: torch.dtype) -
     """One item of one head is the only work of its call, which torch then runs on another path."""
     shape = KvShape(1, 130, 16, 7, 1, 64)
     members = [Member((), (1 + 2 * i, 2 + 2 * i), 3 + i % 24, 1) for i in range(64)]
-    for seed in range(20):
+    for seed in range(8):
         bench = Bench(shape, dtype, 16, seed)
         qkv = bench.rows(64)
         together = bench.run(members, qkv)

@@ -403,7 +403,7 @@ def test_admission_keeps_a_page_for_each_running_sequence(pages: int, admitted: 
     """Otherwise the newcomer would be preempted as soon as one of them needs its next page."""
     rig = Rig(16, 4)
     for i in range(3):
-        rig.submit(unrelated(i, 4), 3)  # a page each, and soon a second
+        rig.submit(unrelated(i, 3), 4)  # a page each, and a second one after the next step
     rig.step()
     id = rig.submit(unrelated(5, 4 * pages), 1)
     plan = rig.plan()

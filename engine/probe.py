@@ -19,7 +19,8 @@ from engine.plan import SampleRow
 from engine.scratch import Chunk, flat_plan
 from engine.types import SamplingParams, TokenLogprob
 
-STEP_ROWS = (1, 2, 3, 5, 9, 17, 33, 100, 257)
+# With 16 and 64 beside odd sizes: or else rows that differ outside multiples of 8 would all agree.
+STEP_ROWS = (1, 2, 3, 5, 9, 16, 17, 33, 64, 100, 257)
 PADDINGS = (Padding(), Padding(rows=8, queries=16), Padding(rows=16, queries=32))
 # Rows that also run quite alone. Each costs a pass over the head's weights.
 _ALONE = 16

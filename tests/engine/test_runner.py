@@ -79,7 +79,7 @@ def prompt(runner: Runner, length: int, seed: int = 0) -> list[int]:
 
 @pytest.fixture(scope="module", params=DTYPES)
 def real(request: pytest.FixtureRequest, smollm2: Path) -> Runner:
-    return load(smollm2, dtype=request.param)
+    return load(smollm2, dtype=request.param, kv_gb=0.1)
 
 
 @pytest.fixture(scope="module")

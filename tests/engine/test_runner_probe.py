@@ -59,7 +59,7 @@ def test_rows_that_always_depend_on_their_company_are_reported(
     assert "with what runs beside them" in verdict.notes[0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 9, 17, 33, 100])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 9, 16, 17, 33, 64, 100])
 def test_a_difference_in_steps_of_one_size_is_found(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:

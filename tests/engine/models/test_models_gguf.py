@@ -11,6 +11,7 @@ import pytest
 import torch
 from gguf.quants import dequantize, quantize
 from models_oracle import assert_same, ours, small_model, theirs, tokens
+from smollm2_oracle import smollm2_oracle
 from torch import Tensor
 
 from engine.errors import ModelError, UnsupportedModel
@@ -109,34 +110,7 @@ def test_logits_are_those_of_the_original_model(
 
 def test_the_default_model_gives_the_logits_of_transformers(smollm2: Path) -> None:
     """Against transformers' Llama with the file's weights, read and expanded by the gguf package."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).eval()
-    back = {ours_: theirs_ for theirs_, ours_ in NAMES.items()}
-    weights: dict[str, Tensor] = {}
-    for tensor in gguf.GGUFReader(str(smollm2)).tensors:
-        weight = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
-        block, _, rest = tensor.name.rpartition(".")[0].rpartition(".")
-        if rest in ("attn_q", "attn_k"):
-            weight = torch.cat([head[part::2] for head in weight.split(64) for part in (0, 1)])
-        name = f"model.layers.{block.removeprefix('blk.')}.{back[rest]}." if block else back[rest + "."]
-        weights[name + "weight"] = weight
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model.load_state_dict(weights, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    model = smollm2_oracle(smollm2)
     ids = tokens(40, 49152)
     decoder = load_model(smollm2, torch.float32)
     assert_same(ours(decoder, ids), theirs(model, ids), tolerance=1e-3)

@@ -109,18 +109,21 @@ def _serve(args: argparse.Namespace) -> int:
     engine_config = load(EngineConfig, overrides=given)
     server_config = load(ServerConfig, overrides=given)
     _warn_of_strays()
-    _make_present(engine_config.model)
-
-    import uvloop
-
-    from server.lifecycle import serve
-
     try:
-        return uvloop.run(serve(engine_config, server_config))
+        _make_present(engine_config.model, server_config)
+        return _run(engine_config, server_config)
     except socket.gaierror as error:
         return _fail(f"host {server_config.host!r} can't be resolved: {error.strerror}", 1)
     except OSError as error:
         return _fail(_socket_trouble(error, server_config), 1)
+
+
+def _run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    import uvloop
+
+    from server.lifecycle import serve
+
+    return uvloop.run(serve(engine_config, server_config))
 
 
 def _socket_trouble(error: OSError, config: ServerConfig) -> str:
@@ -170,13 +173,20 @@ def _model(args: argparse.Namespace) -> str:
     return args.model or load(EngineConfig).model
 
 
-def _make_present(model: str) -> None:
-    """Fetch a model that isn't here. What is here is used without a look at the network."""
+def _make_present(model: str, config: ServerConfig) -> None:
+    """Fetch a model that isn't here. What is here is used without a look at the network.
+
+    Raises OSError before anything is downloaded where the server could not listen afterwards.
+    """
     from engine.models.store import fetch, resolve
 
     try:
         resolve(model)
     except ModelError:
+        from server.lifecycle import bind
+
+        for sock in bind(config.host, config.port):
+            sock.close()
         fetch(model, progress=_tell)
 
 

@@ -155,3 +155,14 @@ def test_a_taken_port_is_told_in_one_line_beside_a_warning_of_a_stray_variable()
     assert told[0] == "headwater: warning: nothing reads HEADWATER_PROT (did you mean HEADWATER_PORT?)"
     assert told[-1].startswith(f"headwater: port {port} on 127.0.0.1 is taken")
     assert "Traceback" not in result.stderr
+
+
+def test_a_taken_port_is_told_before_anything_is_downloaded(tmp_path: Path) -> None:
+    """O094: with an empty model folder too, the start ends at once."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = run("serve", "--port", port, HEADWATER_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 1
+    assert "is taken" in result.stderr
+    assert "fetching" not in result.stderr
+    assert list(tmp_path.iterdir()) == []

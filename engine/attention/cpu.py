@@ -24,10 +24,10 @@ from engine.attention.memory import KvMemory
 from engine.attention.tiles import Geometry, MergeBlock, TileCall, cut
 from engine.plan import RowCopy, StepPlan
 
-# Bytes that one call gathers and gives: large enough for few calls, small enough for the L3 cache.
-_CALL_BYTES = 8 << 20
+# Bytes that one call gathers and gives: large enough for few calls, small enough for the L2 caches.
+_CALL_BYTES = 2 << 20
 # Partial states (of all heads of a row) that one merge holds in fp32.
-_MERGE_STATES = 4096
+_MERGE_STATES = 1024
 
 
 class _Call(NamedTuple):
@@ -135,9 +135,9 @@ class CpuAttention:
         shape = self._shape
         kv = self.memory.pages[layer].index_select(0, call.kv_pages)
         kv = kv.view(call.items, self.align, 2, shape.num_kv_heads, shape.head_dim)
-        q = packed.index_select(0, call.queries).view(call.items, call.width, shape.num_kv_heads, -1)
+        q = packed.index_select(0, call.queries).view(-1, call.width, shape.num_kv_heads, shape.head_dim)
         out, natural_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q.transpose(1, 2),
+            q.expand(call.items, -1, -1, -1).transpose(1, 2),
             kv[:, :, 0].transpose(1, 2),
             kv[:, :, 1].transpose(1, 2),
             0.0,

@@ -51,8 +51,9 @@ class TileCall(NamedTuple):
     """One attention call over `items` tiles of `width` packed query rows each.
 
     kv_pages [items * pages_per_tile], padded with page 0. queries [items * width] index the packed query
-    rows (row * group + head within the group); padding repeats the item's last one. mask_rows, of the
-    same shape, is the last visible slot of the tile, or None for an unmasked call.
+    rows (row * group + head within the group); padding repeats the item's last one; [width] where all
+    items have the same rows. mask_rows [items * width] is the last visible slot of the tile, or None for
+    an unmasked call.
     """
 
     items: int
@@ -190,6 +191,8 @@ def _call(items: Items, width: int, pages: Ints, positions: Ints | None, geometr
     packed = np.minimum(np.arange(width), items.rows[:, None] * geometry.group - 1)
     queries = (items.first[:, None] * geometry.group + packed).ravel()
     mask_rows = None if positions is None else positions[queries // geometry.group] % geometry.tile
+    if np.all(items.first == items.first[0]) and np.all(items.rows == items.rows[0]):
+        queries = queries[:width]
     return TileCall(len(items.rows), width, kv_pages.ravel(), queries, mask_rows)
 
 

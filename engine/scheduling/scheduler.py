@@ -148,8 +148,6 @@ class Scheduler:
             self._admit_waiting(budget, chunks)
         if not chunks:
             return None
-        for seq in chunks:
-            seq.last_step = self.counters.steps
         wipe, self._wipe = self._wipe, []
         plan = assemble(
             self.counters.steps, list(chunks.values()), self.pool.page_size, self.limits, tuple(wipe)
@@ -159,12 +157,11 @@ class Scheduler:
         return plan
 
     def _plan_decodes(self, budget: StepBudget, chunks: dict[Sequence, Chunk]) -> None:
-        """One row for each sequence that generates; the longest unserved first where not all fit."""
-        ready = [s for s in self._running if s.remaining == 1 and not s.prefilling]
-        if len(ready) > budget.rows_left:
-            ready.sort(key=lambda s: (s.last_step, s.id))
-            ready = sorted(ready[: budget.rows_left], key=lambda s: s.id)
-        for seq in ready:
+        """One row for each sequence that generates.
+
+        They always fit the budget: each became one in a step in which it had a row beside all others.
+        """
+        for seq in [s for s in self._running if s.remaining == 1 and not s.prefilling]:
             if self._make_room(seq, seq.computed + 1, chunks):
                 budget.add_decode(seq.computed + 1)
                 chunks[seq] = Chunk(seq, 1)
@@ -245,7 +242,11 @@ class Scheduler:
         return False
 
     def _park(self, seq: Sequence, matched: int) -> bool:
-        """Wait for the running sequence that is about to compute most of what follows `matched`, if any."""
+        """Wait for the running sequence that is about to compute most of what follows `matched`, if any.
+
+        One that is itself behind `matched` (it may not use the cache) must save more rows than it is
+        behind.
+        """
         limit = seq.match_limit()
         best = matched
         for owner in self._running:
@@ -254,7 +255,7 @@ class Scheduler:
             if best >= min(limit, owner.target) or owner.tokens[best] != seq.tokens[best]:
                 continue
             shared = common_prefix(owner.tokens, seq.tokens, 0, min(limit, owner.target))
-            if shared > best:
+            if shared > best and shared - matched > matched - owner.computed:
                 best = shared
                 seq.waits_for = (owner, shared)
         return best > matched

@@ -34,7 +34,6 @@ class Sequence:
         "ending",
         "high_water",
         "id",
-        "last_step",
         "namespace",
         "node",
         "receipt",
@@ -66,7 +65,6 @@ class Sequence:
         self.receipt: CacheReceipt | None = None
         self.waits_for: tuple[Sequence, int] | None = None
         self.ending: FinishReason | None = None
-        self.last_step = -1
 
     @property
     def prompt_len(self) -> int:

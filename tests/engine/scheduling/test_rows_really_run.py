@@ -175,3 +175,15 @@ def test_without_cache_each_computes_all() -> None:
     assert rows(rig) == 4 * 1510
     assert rig.run(prompt(9)).cached == 1500
     assert rig.scheduler.tables.collapsed_pages == 3 * 93
+
+
+def test_nobody_waits_for_an_owner_that_is_far_behind() -> None:
+    """An owner without cache recomputes 1,500 cached tokens: one that shares 1,501 does not wait."""
+    rig = cold(max_step_tokens=4096)
+    rig.run(PREFIX)
+    rig.submit((*PREFIX, 7, 8, 9), cache_max_len=0)
+    late = rig.submit((*PREFIX, 7, 5))
+    rig.step()
+    rig.drain()
+    assert rig.streams[late].cached == 1500
+    assert rows(rig) == 1500 + 1503 + 2

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine import machine
 from engine.cache.pool import PagePool
 from engine.config import EngineConfig
 from engine.errors import (
@@ -72,6 +73,7 @@ class Engine:
                 f"HEADWATER_TILE={config.tile} is not allowed: give a multiple of the page size,"
                 f" {config.page_size}"
             )
+        machine.calm_openmp()
         from engine.runner import Runner  # torch comes with it
 
         sys.setswitchinterval(SWITCH_INTERVAL)

@@ -16,17 +16,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.runner import Runner
-
+from engine import machine
 from engine.cache.pool import PagePool
 from engine.config import EngineConfig
 from engine.plan import StepPlan
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.types import EngineRequest, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from engine.runner import Runner
 
 Prompt = tuple[int, ...]
 
@@ -328,7 +330,9 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=770)
     parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
+    machine.calm_openmp()
     from engine.models.store import fetch
+    from engine.runner import Runner
     from engine.text import TextCodec
 
     location = fetch(EngineConfig().model)

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from engine import machine
 from engine.models import store
+
+machine.calm_openmp()  # before any test imports torch
 
 
 @pytest.fixture(scope="session")

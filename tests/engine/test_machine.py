@@ -129,3 +129,18 @@ def test_fingerprints_differ_where_parts_do() -> None:
     names = {machine.fingerprint(parts) for parts in [("a", "b"), ("ab", ""), ("ab",), ("a", "b", "")]}
     assert len(names) == 4
     assert machine.fingerprint(("a", "b")) == machine.fingerprint(["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_compute_threads_sleep_soon_unless_the_user_decides(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    machine.calm_openmp()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins

@@ -137,6 +137,20 @@ def test_chunks_that_cross_tile_edges_change_no_bit(dtype: torch.dtype, tile: in
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_many_tiles_keep_their_bits(dtype: torch.dtype) -> None:
+    """Merging 1 to 60 partial states beside rows that have more or fewer of them."""
+    bench = Bench(KvShape(1, 1 + 61, 16, 6, 2, 64), dtype, 16)
+    pages = tuple(range(1, 62))
+    members = [Member((), pages, 16 * tiles - 5, 1) for tiles in range(1, 61)]
+    for seed in range(4):
+        bench.random.manual_seed(seed)
+        qkv = bench.rows(60)
+        together = bench.run(members, qkv)
+        alone = [bench.run([m], [x[i : i + 1] for x in qkv]) for i, m in enumerate(members)]
+        assert torch.equal(torch.cat(alone), together)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_single_row_over_a_single_kv_head_keeps_its_bits(dtype: torch.dtype) -> None:
     """One item of one head is the only work of its call, which torch then runs on another path."""
     shape = KvShape(1, 130, 16, 7, 1, 64)

@@ -162,18 +162,21 @@ def test_padding_rows_get_zeros_and_write_nothing() -> None:
         assert not backend.memory.layers[0].any()
 
 
-def test_a_row_of_nan_poisons_no_other() -> None:
-    """Rows share calls and padding, never results."""
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["query", "key", "value"])
+@pytest.mark.parametrize("row", [0, 2, 5])
+def test_a_row_of_nan_poisons_no_other_sequence(which: int, row: int) -> None:
+    """Sequences share calls and padding, never results: short tiles are padded with the zero page."""
     members = [Member((), (1, 2), 3, 2), Member((), (3, 4), 3, 1), Member((), (5, 6), 40 - 16, 3)]
-    q, k, v = qkv(6)
+    owner = [0, 0, 1, 2, 2, 2]
     for backend in executors():
+        x = list(qkv(6))
         backend.begin(step_plan(members, 16, 32))
-        clean = backend.attend(0, q, k, v)
-        sick = q.clone()
-        sick[2] = float("nan")
-        poisoned = backend.attend(0, sick, k, v)
-        assert not poisoned[2].isfinite().any()
-        others = [0, 1, 3, 4, 5]
+        clean = backend.attend(0, *x)
+        x[which] = x[which].clone()
+        x[which][row] = float("nan")
+        poisoned = backend.attend(0, *x)
+        assert not poisoned[row].isfinite().all()
+        others = [other for other in range(6) if owner[other] != owner[row]]
         assert torch.equal(poisoned[others], clean[others])
 
 

@@ -133,7 +133,7 @@ def test_fingerprints_differ_where_parts_do() -> None:
 
 @pytest.mark.parametrize(
     ("given", "spins"),
-    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
 def test_compute_threads_sleep_soon_unless_the_user_decides(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None

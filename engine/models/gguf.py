@@ -1,16 +1,10 @@
-"""GGUF files: metadata and tensors, read through a memory map.
-
-The format is at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here
-because the gguf package takes seconds over a vocabulary; its dequantizers are used for what is rare.
-"""
+"""Tensors of GGUF files, read through a memory map. The gguf package dequantizes what is rare."""
 
 from __future__ import annotations
 
-import mmap
-import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,22 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError, UnsupportedModel
+from engine.gguf_header import map_gguf, read_header
 
 Bytes = npt.NDArray[np.uint8]
-
-_SCALARS = {
-    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
-}  # fmt: skip
-_STRING, _ARRAY = 8, 9
-_DEFAULT_ALIGNMENT = 32
-
-
-class TensorInfo(NamedTuple):
-    """Where a tensor lies. `shape` is in torch's order, `offset` in bytes from the start of the file."""
-
-    shape: tuple[int, ...]
-    ggml_type: int
-    offset: int
 
 
 class GgufFile:
@@ -44,18 +25,8 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                # Private and writable, never written: torch warns of read-only memory.
-                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"can't read {path}: {error}") from error
-        self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, TensorInfo] = {}
-        try:
-            self._parse(_Cursor(self._bytes))
-        except (struct.error, IndexError, KeyError, UnicodeDecodeError, MemoryError) as error:
-            raise ModelError(f"{path} is damaged or cut off: its GGUF header can't be read") from error
+        self._bytes = map_gguf(path)
+        self.metadata, self.tensors = read_header(self._bytes, path)
 
     def tensor(self, name: str) -> Tensor:
         """The tensor `name`, dequantized to fp32. Raises KeyError where there is none, ModelError where
@@ -68,63 +39,6 @@ class GgufFile:
             raise ModelError(f"{self.path} is damaged or cut off: tensor {name} does not fit in it")
         raw = np.frombuffer(self._bytes, dtype=np.uint8, count=length, offset=info.offset)
         return _dequantize(raw, kind, size).reshape(info.shape)
-
-    def _parse(self, cursor: _Cursor) -> None:
-        if self._bytes[:4] != b"GGUF":
-            raise ModelError(f"{self.path} is not a GGUF file")
-        cursor.position = 4
-        version = cursor.scalar("<I")
-        if version not in (2, 3):
-            raise ModelError(f"{self.path} is GGUF version {version} (or big-endian); 2 and 3 are served")
-        tensors, pairs = cursor.scalar("<Q"), cursor.scalar("<Q")
-        for _ in range(pairs):
-            key = cursor.string()
-            self.metadata[key] = cursor.value(cursor.scalar("<I"))
-        found: list[tuple[str, TensorInfo]] = []
-        for _ in range(tensors):
-            name = cursor.string()
-            dimensions = cursor.scalar("<I")
-            shape = tuple(reversed([cursor.scalar("<Q") for _ in range(dimensions)]))
-            found.append((name, TensorInfo(shape, cursor.scalar("<I"), cursor.scalar("<Q"))))
-        alignment = int(self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
-        start = -(-cursor.position // alignment) * alignment
-        self.tensors = {name: info._replace(offset=info.offset + start) for name, info in found}
-
-
-class _Cursor:
-    """Reads little-endian values one after another."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self.position = 0
-        self._data = data
-
-    def scalar(self, layout: str) -> Any:
-        (value,) = struct.unpack_from(layout, self._data, self.position)
-        self.position += struct.calcsize(layout)
-        return value
-
-    def string(self) -> str:
-        length = self.scalar("<Q")
-        start, self.position = self.position, self.position + length
-        if self.position > len(self._data):
-            raise IndexError(self.position)
-        return self._data[start : self.position].decode("utf-8", errors="replace")
-
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind == _ARRAY:
-            return self._array()
-        return self.scalar(_SCALARS[kind])
-
-    def _array(self) -> list[Any]:
-        kind, count = self.scalar("<I"), self.scalar("<Q")
-        if kind in (_STRING, _ARRAY):
-            return [self.value(kind) for _ in range(count)]
-        layout = f"<{count}{_SCALARS[kind][1]}"
-        values = struct.unpack_from(layout, self._data, self.position)
-        self.position += struct.calcsize(layout)
-        return list(values)
 
 
 def _layout(ggml_type: int, name: str) -> tuple[Any, int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from engine.errors import ModelError, UnsupportedModel
-from engine.text.gguf_metadata import read_metadata
+from engine.gguf_header import read_metadata
 from engine.text.parts import DEFAULT_TEMPLATE, TokenizerParts
 from engine.text.pretokenizers import IGNORE_MERGES, STARTS_WITH_BOS, normalizer, pre_tokenizer
 

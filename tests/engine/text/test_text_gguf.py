@@ -12,8 +12,8 @@ from text_bpe import sentencepiece
 from text_tokenizers import CHATML
 
 from engine.errors import ModelError, UnsupportedModel
+from engine.gguf_header import read_metadata
 from engine.text import TextCodec
-from engine.text.gguf_metadata import read_metadata
 from engine.text.pretokenizers import pre_tokenizer
 
 Make = Callable[..., TextCodec]
@@ -168,8 +168,8 @@ def test_damaged_files_are_refused_in_words(tmp_path: Path, smollm2: Path) -> No
         (b"", "not a GGUF file"),
         (b"PK\x03\x04" * 8, "not a GGUF file"),
         (b"GGUF\x01\0\0\0" + bytes(16), "version 1"),
-        (smollm2.read_bytes()[:200_000], "cut short"),
-        (b"GGUF\x03\0\0\0" + bytes(8) + b"\xff" * 8, "cut short"),
+        (smollm2.read_bytes()[:200_000], "cut off"),
+        (b"GGUF\x03\0\0\0" + bytes(8) + b"\xff" * 8, "cut off"),
         (b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(15) + b"\x63\0\0\0", "value type 99"),
         (b"GGUF\x03\0\0\0" + bytes(16), "holds no tokenizer"),
     ):

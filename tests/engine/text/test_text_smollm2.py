@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_bpe import byte_to_char, merge, split_digits, split_words
 
+from engine.gguf_header import read_metadata
 from engine.text import TextCodec
-from engine.text.gguf_metadata import read_metadata
 
 # The model's vocabulary has no token for some bytes; its published tokenizer drops them without a word.
 MISSING = "\x04\x06\x13\x14\x16\x1d"

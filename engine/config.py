@@ -65,7 +65,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             le=60000.0,
             description="Predicted time of a step in ms while streams are running; cuts prefill chunks",
         ),
-    ] = 250.0
+    ] = 100.0
     cascade: Annotated[
         Literal["off", "auto", "force"],
         Meta(description="Shared-prefix attention: auto groups sequences that share whole tiles"),

@@ -167,7 +167,7 @@ def partly_warm(lab: Lab) -> None:
     size = lab.runner.info.page_size
     for i, case in enumerate(lab.cases):
         n = len(case.prompt)
-        for k in sorted({n // 2, n // 2 // size * size, min(n - 1, n // 3 // size * size + 1)} - {0}):
+        for k in sorted({n // 3, n // 2 // size * size} - {0}):
             session = lab.session()
             other = case.prompt[:k] + tuple(
                 (t + 1) % lab.runner.info.vocab_size for t in case.prompt[k : k + 20]

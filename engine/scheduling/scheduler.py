@@ -35,7 +35,7 @@ class Limits(NamedTuple):
     context: int
     max_running: int = 64
     max_step_tokens: int = 512
-    step_ms: float = 250.0
+    step_ms: float = 100.0
     align: int = 256
     cascade: CascadeMode = "auto"
 

@@ -22,7 +22,9 @@ from server.settings import STRUCTS, effective, markdown, show, unknown_variable
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own); return the exit code."""
-    args = _parser().parse_args(argv)
+    args, strays = (parser := _parser()).parse_known_args(argv)
+    if strays:
+        getattr(args, "parser", parser).error("unrecognized arguments: " + " ".join(strays))
     command: Callable[[argparse.Namespace], int] = args.run
     try:
         return command(args)
@@ -56,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         group = serve.add_argument_group(f"{title.lower()} settings")
         for setting in settings(struct):
             _add_setting(group, setting)
-    serve.set_defaults(run=_serve)
+    serve.set_defaults(run=_serve, parser=serve)
 
     _add_models(commands.add_parser("models", help="fetch, list or locate models", allow_abbrev=False))
 
@@ -105,7 +107,7 @@ def _settings(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    given = {field: text for field, text in vars(args).items() if field != "run"}
+    given = {field: text for field, text in vars(args).items() if field not in ("run", "parser")}
     engine_config = load(EngineConfig, overrides=given)
     server_config = load(ServerConfig, overrides=given)
     _warn_of_strays()

@@ -104,8 +104,6 @@ def _from_http(exc: web.HTTPException) -> ApiError:
         )
     elif isinstance(exc, web.HTTPNotFound):
         message, code = "There is nothing at this path", "not_found"
-    elif isinstance(exc, web.HTTPRequestEntityTooLarge):
-        message, code = "The request's body is larger than this server takes", "request_too_large"
     kind = INVALID if exc.status < 500 else SERVER
     return ApiError(exc.status, message, kind=kind, code=code, headers=headers)
 

@@ -169,7 +169,10 @@ async def _drain(
     limit = config.drain_timeout
     log.info("draining %d requests, %g s at most; a second signal cuts them off", backend.open, limit)
     await _race(limit, finished(), asyncio.shield(failure), signals.second.wait())
-    log.info("drained; %d requests are cut off", backend.open)
+    if backend.open == 0:
+        log.info("drained")
+    elif not failure.done():
+        log.info("cutting off %d request%s", backend.open, "" if backend.open == 1 else "s")
 
 
 async def _race(seconds: float | None, *runners: Awaitable[object]) -> None:
@@ -185,12 +188,13 @@ async def _race(seconds: float | None, *runners: Awaitable[object]) -> None:
 
 def banner(info: EngineInfo) -> list[str]:
     """Say what was started, in a few lines for people."""
-    tokens = info.num_pages * info.page_size
+    # One page holds zeros and is never lent: /metrics doesn't count it either.
+    pages = info.num_pages - 1
     bits = "yes" if info.bit_identical else "NO"
     return [
         f"model {info.model}, {info.dtype}, executor {info.executor}, {info.threads} threads, "
         f"context {info.context_length} tokens",
-        f"KV pool: {info.num_pages} pages of {info.page_size} = {tokens} tokens, "
+        f"KV pool: {pages} pages of {info.page_size} = {pages * info.page_size} tokens, "
         f"{info.kv_bytes / 1e9:.2f} GB",
         f"same bits warm and cold on this machine: {bits} (numerics {info.fingerprint})",
         *info.notes,

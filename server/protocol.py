@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from http import HTTPStatus
 from typing import Any
 
@@ -12,8 +13,11 @@ from aiohttp.web_protocol import RequestHandler
 
 from server.config import ServerConfig
 from server.errors import INVALID, SERVER, ApiError
+from server.schema.strict import SHOWN_CHARS
 
 log = logging.getLogger("headwater.server")
+
+_QUOTED = re.compile(r"""(bytearray\()?\bb['"]""")
 
 
 class ApiProtocol(RequestHandler):
@@ -55,8 +59,7 @@ class ApiProtocol(RequestHandler):
             log.error("failed to answer %s", request.remote, exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("part of another answer is sent already")
-        text = (message or "").splitlines()[:1]
-        detail = text[0] if text and status < 500 else HTTPStatus(status).phrase
+        detail = _detail(message) if message and status < 500 else HTTPStatus(status).phrase
         error = ApiError(status, detail, kind=INVALID if status < 500 else SERVER, code="bad_http")
         response = error.response()
         response.force_close()
@@ -65,6 +68,12 @@ class ApiProtocol(RequestHandler):
     def _close_if_silent(self) -> None:
         if self._request_count == 0 and self.transport is not None:
             self.transport.close()
+
+
+def _detail(message: str) -> str:
+    # The parser's first line, without the bytes of the request that it quotes as Python writes them.
+    what = _QUOTED.split("".join(message.splitlines()[:1]), maxsplit=1)[0].strip(" :")
+    return f"The request is not valid HTTP: {what[:SHOWN_CHARS]}"
 
 
 class ApiServer(web.Server):

@@ -67,14 +67,19 @@ async def read_body(request: web.Request, services: Services, read: Callable[[by
     Raises ApiError (408, 413, 415) and RequestError.
     """
     _check_type(request)
-    limit = services.config.max_body_mb * 1_000_000
-    if request.content_length is not None and request.content_length > limit:
-        raise web.HTTPRequestEntityTooLarge(limit, request.content_length)
+    most = services.config.max_body_mb
+    too_large = ApiError(
+        413, f"The request's body is larger than {most} MB, the most that is taken", code="request_too_large"
+    )
+    if request.content_length is not None and request.content_length > most * 1_000_000:
+        raise too_large
     try:
         async with asyncio.timeout(services.config.body_timeout):
             body = await request.read()
     except TimeoutError:
         raise ApiError(408, "The request's body did not arrive in time", code="timeout") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large from None
     heavy = len(body) > services.config.long_body_kb * 1000
     return await services.workers.run(heavy, read, body), len(body) > services.config.long_prompt_bytes
 
@@ -143,7 +148,11 @@ def build_order(
 
 
 def _check_type(request: web.Request) -> None:
-    kind = request.content_type if "Content-Type" in request.headers else "none"
+    if not request.headers.get("Content-Type", "").strip():
+        raise ApiError(
+            415, "The header Content-Type is missing: send application/json", code="unsupported_media_type"
+        )
+    kind = request.content_type
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(
             415, f"Content-Type must be application/json; it is {shown(kind)}", code="unsupported_media_type"

@@ -83,7 +83,12 @@ async def handle(http: web.Request) -> web.StreamResponse:
 
 def _encode(services: Services, codec: TextCodec, prompt: object) -> list[tuple[int, ...]]:
     engine, _ = services.backend.require()
-    prompts = read_prompts(prompt, vocab_size=engine.info.vocab_size, max_prompts=services.config.max_prompts)
+    prompts = read_prompts(
+        prompt,
+        vocab_size=engine.info.vocab_size,
+        # All prompts of a request wait at once before the first one runs.
+        max_prompts=min(services.config.max_prompts, engine.config.max_waiting),
+    )
     for one in prompts:
         if isinstance(one, str):
             check_size([one], services, "prompt")

@@ -6,13 +6,14 @@ from typing import Any
 
 from engine import RequestError
 
-# Fields that later versions will honour, each with the values that change nothing today.
-_BOTH: dict[str, tuple[Any, ...]] = {
+# Fields that later versions will honour, each with the values that change nothing today. Both endpoints take
+# all of them: clients send the neutral forms of a chat to completions too.
+FIELDS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "echo": (False,),
     "echo_last": (0,),
     "logprobs": (False,),
-    "top_logprobs": (),
+    "top_logprobs": (0,),
     "frequency_penalty": (0, 0.0),
     "presence_penalty": (0, 0.0),
     "repetition_penalty": (1, 1.0),
@@ -22,7 +23,7 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "min_tokens": (0,),
-    "reasoning_effort": ("none",),
+    "reasoning_effort": ("none", False),
     "reasoning_history": (),
     "thinking": ({"type": "disabled"},),
     "prediction": (),
@@ -33,13 +34,9 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "include_routing_matrix": (False,),
     "sampling_mask": (),
     "prompt_token_ids": (),
-}
-_COMPLETIONS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     "images": ([],),
-}
-_CHAT: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -53,7 +50,7 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 # A message of a chat, as the openai client sends one of the server's own replies back.
-_MESSAGE: dict[str, tuple[Any, ...]] = {
+MESSAGE: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
     "tool_call_id": (),
     "function_call": (),
@@ -62,9 +59,8 @@ _MESSAGE: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
 }
 
-COMPLETIONS = _BOTH | _COMPLETIONS
-CHAT = _BOTH | _CHAT
-MESSAGE = _MESSAGE
+# What is said where "not supported" would tell too little.
+_WORDS = {"n": "Only n = 1 is supported yet", "best_of": "Only best_of = 1 is supported yet"}
 
 # Accepted whatever they hold, and ignored: they steer what this server does not have.
 TOLERATED = frozenset(
@@ -89,7 +85,8 @@ def take_neutral(
     for name, value in fields.items():
         if name in neutral:
             if value is not None and not any(_same(value, allowed) for allowed in neutral[name]):
-                raise RequestError(f"'{at}{name}' is not supported yet by this server", param=at + name)
+                words = _WORDS.get(name, f"'{at}{name}' is not supported yet by this server")
+                raise RequestError(words, param=at + name)
         elif at or name not in TOLERATED:
             left[name] = value
     return left

@@ -85,7 +85,7 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_completion(body: bytes) -> CompletionRequest:
     """Decode and check a completions body. Raises RequestError."""
-    fields = neutral.take_neutral(strict.loads(body), neutral.COMPLETIONS)
+    fields = neutral.take_neutral(strict.loads(body), neutral.FIELDS)
     request = strict.convert(_options_checked(fields), CompletionRequest)
     _check_limits(request)
     return request
@@ -93,7 +93,7 @@ def read_completion(body: bytes) -> CompletionRequest:
 
 def read_chat(body: bytes) -> ChatRequest:
     """Decode and check a chat body. Raises RequestError."""
-    fields = neutral.take_neutral(strict.loads(body), neutral.CHAT)
+    fields = neutral.take_neutral(strict.loads(body), neutral.FIELDS)
     request = strict.convert(_options_checked(fields), ChatRequest)
     _check_limits(request)
     name = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -31,6 +33,8 @@ def loads(body: bytes) -> dict[str, Any]:
         text = body.decode("utf-8")
     except UnicodeDecodeError as exc:
         raise RequestError(f"The body is not valid UTF-8: {exc.reason} at byte {exc.start}") from None
+    if text.startswith("\ufeff"):
+        raise RequestError("The body begins with a byte order mark (BOM); send UTF-8 without one")
     if not text.strip():
         raise RequestError("The body is empty; send a JSON object")
     try:
@@ -39,8 +43,11 @@ def loads(body: bytes) -> dict[str, Any]:
         raise
     except RecursionError:
         raise RequestError("The body is nested too deeply") from None
-    except ValueError as exc:
+    except json.JSONDecodeError as exc:
         raise RequestError(f"The body is not valid JSON: {exc}") from None
+    except ValueError:
+        # The decoder's only other one: Python reads no integer of more than some thousand digits.
+        raise RequestError("The body has a number that is too long") from None
     if not isinstance(value, dict):
         raise RequestError("The body must be a JSON object")
     if "\\u" in text:
@@ -66,7 +73,9 @@ def convert(fields: dict[str, Any], struct: type[T], *, at: str = "") -> T:
             raise RequestError(f"'{name}' is required", param=name) from None
         root = re.split(r"[.\[]", found["path"] or "", maxsplit=1)[0]
         value = shown(fields.get(root))
-        what = what[:1].lower() + what[1:]
+        # Its own words for this repeat the value, however long it is.
+        is_choice = what.startswith("Invalid enum value")
+        what = "none of the allowed values" if is_choice else what[:1].lower() + what[1:]
         raise RequestError(f"Invalid value for '{path}': {what}; given: {value}", param=path) from None
 
 
@@ -75,16 +84,25 @@ def refuse_unknown(fields: dict[str, Any], known: set[str], *, at: str = "") -> 
     for name, value in fields.items():
         if name not in known:
             field = clean(at + name)[:SHOWN_CHARS]
+            # A fixed text that clients look for; the value is in Python's notation there.
+            found = _cut(value, repr)
             raise RequestError(
-                f"Extra inputs are not permitted, field: '{field}', value: {shown(value)}", param=field
+                f"Extra inputs are not permitted, field: '{field}', value: {found}", param=field
             )
 
 
 def shown(value: Any) -> str:
-    """Show a value from a request in a message, cut short."""
+    """Show a value from a request in a message: as JSON, cut short."""
+    return _cut(value, partial(json.dumps, ensure_ascii=False))
+
+
+def _cut(value: Any, write: Callable[[Any], str]) -> str:
     if isinstance(value, list | str):
         value = value[: SHOWN_CHARS + 1]
-    text = clean(repr(value))
+    try:
+        text = clean(write(value))
+    except RecursionError:
+        return "..."
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
 
 

@@ -17,6 +17,7 @@ from engine import (
     CacheReceipt,
     ContextLengthExceeded,
     Delta,
+    EngineConfig,
     EngineInfo,
     EngineRequest,
     EngineStats,
@@ -123,9 +124,10 @@ class FakeEngine:
         max_waiting: int = 1000,
         model: str = MODEL,
     ) -> None:
+        self.config = EngineConfig(max_waiting=max_waiting)
         self.reply = (lambda request: text_ids(reply)) if isinstance(reply, str) else reply
         self.per_delta, self.pace, self.fail_after = per_delta, pace, fail_after
-        self.max_running, self.max_waiting = max_running, max_waiting
+        self.max_running = max_running
         self.info = EngineInfo(
             model=model,
             dtype="float32",
@@ -162,7 +164,7 @@ class FakeEngine:
             raise EngineUnavailable("the engine is shutting down")
         if len(request.prompt) >= self.info.context_length:
             raise ContextLengthExceeded("too long", param="prompt")
-        if len(self.live) - self.max_running >= self.max_waiting:
+        if len(self.live) - self.max_running >= self.config.max_waiting:
             raise Overloaded("the queue is full")
         stream = FakeStream(self, request)
         self.submitted.append(request)
@@ -176,7 +178,7 @@ class FakeEngine:
         fields = dict.fromkeys(EngineStats.__struct_fields__, 0) | {
             "running": running,
             "waiting": len(self.live) - running,
-            "free_pages": 100 - running,
+            "free_pages": self.info.num_pages - 1 - running,
             "pinned_pages": running,
             "requests": len(self.submitted),
             "prompt_tokens": self._totals[0],

@@ -100,7 +100,11 @@ def test_an_unknown_flag_is_refused_and_never_taken_for_a_longer_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert exit_code("serve --por 9") == 2
-    assert "unrecognized arguments: --por 9" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.startswith("usage: headwater serve [--FLAG VALUE ...]\n")
+    assert "unrecognized arguments: --por 9" in told
+    assert exit_code("settings --nope") == 2
+    assert "unrecognized arguments: --nope" in capsys.readouterr().err
 
 
 def test_an_unknown_variable_is_told_with_its_nearest_neighbour() -> None:

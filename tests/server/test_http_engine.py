@@ -11,6 +11,7 @@ import pytest
 
 from engine import Engine, EngineConfig, EngineInfo
 from engine.plan import StepCosts, StepResult
+from server.lifecycle import banner
 from tests.server.fakes import MODEL, VOCAB, running, until
 from tests.server.sockets import connect, leave
 
@@ -128,3 +129,15 @@ async def test_a_failed_step_ends_its_requests_only():
         assert events[-1]["error"]["code"] == "step_failed"
         assert "boom" in events[-1]["error"]["message"]
         assert (await client.complete([7], max_tokens=2))["usage"]["completion_tokens"] == 2
+
+
+async def test_the_start_counts_the_pages_that_the_metrics_count():
+    """The page of zeros is nobody's: neither the pool's line nor /metrics has it."""
+    async with serving() as client:
+        await client.complete("a" * 100)
+        async with client.session.get(client.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        pages = sum(float(line.split()[-1]) for line in lines if line.startswith("headwater_kv_pages{"))
+        assert f"KV pool: {pages:.0f} pages of 16 = {pages * 16:.0f} tokens" in "\n".join(
+            banner(client.engine.info)
+        )

@@ -72,6 +72,7 @@ async def test_unknown_paths_and_methods_answer_in_the_error_shape():
         b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\nBig: " + b"x" * 50_000 + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(b"H%d: x\r\n" % i for i in range(1000)) + b"\r\n",
+        b"GET http://x:99999/" + b"x" * 5000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
     ],
 )
 async def test_broken_or_huge_heads_are_refused_early(head):
@@ -79,7 +80,12 @@ async def test_broken_or_huge_heads_are_refused_early(head):
     async with running(FakeEngine()) as client:
         answer = await raw(client, head)
         assert re.match(rb"HTTP/1\.[01] 400 ", answer)
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "bad_http"
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert error["code"] == "bad_http"
+        assert error["message"].startswith("The request is not valid HTTP: ")
+        assert len(error["message"]) < 150
+        for python in ("b'", 'b"', "bytearray"):
+            assert python not in error["message"]
         await client.complete()
 
 
@@ -114,18 +120,19 @@ async def test_request_ids_are_echoed_cleaned_and_capped():
 
 
 async def test_a_full_queue_and_a_draining_engine_answer_503_with_retry_after():
-    engine = FakeEngine(max_running=1, max_waiting=1)
+    engine = FakeEngine(max_running=1, max_waiting=3)
     engine.gate.clear()
     async with running(engine) as client:
-        held = [asyncio.create_task(client.complete()) for _ in range(2)]
-        await until(lambda: len(engine.live) == 2)
+        held = []
         # One of a batch fits no more: the whole request is refused and nothing of it stays behind.
-        for prompt in ("a", ["a", "b", "c"]):
+        for count, prompt in ((3, ["a", "b"]), (4, "a")):
+            held += [asyncio.create_task(client.complete()) for _ in range(count - len(held))]
+            await until(lambda count=count: len(engine.live) == count)
             status, body, headers = await client.post("/v1/completions", {"model": MODEL, "prompt": prompt})
             assert (status, body["error"]["code"]) == (503, "server_is_overloaded")
             assert body["error"]["type"] == "service_unavailable_error"
             assert int(headers["Retry-After"]) > 0
-        await until(lambda: len(engine.live) == 2)
+            await until(lambda count=count: len(engine.live) == count)
         engine.gate.set()
         await asyncio.gather(*held)
         await engine.drain()

@@ -84,7 +84,7 @@ async def test_the_start_says_what_is_served(life, caplog):
         await ready(client)
     for part in ("listening on http://127.0.0.1:", MODEL, "float32", "1 threads", "context 500 tokens"):
         assert part in caplog.text
-    assert "100 pages of 16 = 1600 tokens" in caplog.text
+    assert "99 pages of 16 = 1584 tokens" in caplog.text
     assert "same bits warm and cold on this machine: yes" in caplog.text
 
 
@@ -117,8 +117,9 @@ async def test_any_free_port_is_bound_once_and_reported():
                 sock.close()
 
 
-async def test_the_first_signal_drains(life):
+async def test_the_first_signal_drains(life, caplog):
     """Running requests finish, new ones get 503, then the process ends well."""
+    caplog.set_level(logging.INFO)
     async with life(pace=0.02) as client:
         await ready(client)
         running = asyncio.create_task(client.complete())
@@ -132,11 +133,14 @@ async def test_the_first_signal_drains(life):
         assert (await client.get("/health"))[0] == 200
         assert (await running)["choices"][0]["text"] == "Hello world"
         assert await client.ending == 0
+    assert "drained" in caplog.messages
+    assert "cutting off" not in caplog.text
 
 
 @pytest.mark.parametrize("second_signal", [True, False])
-async def test_the_second_signal_or_the_time_limit_cuts_off(life, second_signal):
+async def test_the_second_signal_or_the_time_limit_cuts_off(life, second_signal, caplog):
     """What still runs is told so: an error event in a stream, 503 for a whole reply."""
+    caplog.set_level(logging.INFO)
     limit = 60.0 if second_signal else 0.2
     config = ServerConfig(port=0, drain_timeout=limit)
     async with life(config, reply=lambda _: b"x" * 10_000, context=20_000, pace=0.01) as client:
@@ -154,6 +158,8 @@ async def test_the_second_signal_or_the_time_limit_cuts_off(life, second_signal)
         assert (status, answer["error"]["code"]) == (503, "not_ready")
         events, _ = await stream
         assert events[-1]["error"]["code"] == "not_ready"
+    assert "cutting off 2 requests" in caplog.messages
+    assert "drained" not in caplog.text
 
 
 async def test_a_signal_while_loading_stops_the_start(life):

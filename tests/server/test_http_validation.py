@@ -69,7 +69,8 @@ async def test_null_is_the_same_as_absent(path):
         "max_tokens max_completion_tokens temperature top_p top_k min_p seed stop ignore_eos stream "
         "stream_options user prompt_cache_key prompt_cache_isolation_key cache_salt prompt_cache_max_len "
         "context_length_exceeded_behavior perf_metrics_in_response return_token_ids n logprobs top_logprobs "
-        "frequency_penalty presence_penalty logit_bias response_format service_tier"
+        "frequency_penalty presence_penalty logit_bias response_format service_tier tools tool_choice "
+        "functions function_call parallel_tool_calls best_of suffix images prompt_truncate_len"
     )
     async with running(FakeEngine()) as client:
         status, body, _ = await client.post(path, body_for(path, **dict.fromkeys(names.split())))
@@ -83,7 +84,7 @@ async def test_neutral_fields_are_taken_and_others_refused_in_words(path):
         ("n", 1, [2, 0, True, "1"]),
         ("echo", False, [True, 0]),
         ("logprobs", False, [True, 0, 1, 5]),
-        ("top_logprobs", None, [0, 3, 21]),
+        ("top_logprobs", 0, [3, 21, False]),
         ("frequency_penalty", 0.0, [0.1, False]),
         ("presence_penalty", 0, [1]),
         ("repetition_penalty", 1.0, [1.1]),
@@ -91,11 +92,19 @@ async def test_neutral_fields_are_taken_and_others_refused_in_words(path):
         ("response_format", {"type": "text"}, [{"type": "json_object"}, {}, "text", {"type": "xml"}]),
         ("service_tier", "auto", ["priority"]),
     ]
-    own = (
-        [("tools", [], [[{"type": "function"}]]), ("tool_choice", "auto", ["required"])]
-        if "chat" in path
-        else [("best_of", 1, [2]), ("suffix", "", ["x"])]
-    )
+    own = [
+        ("best_of", 1, [2]),
+        ("suffix", "", ["x"]),
+        ("tools", [], [[{"type": "function"}]]),
+        ("tool_choice", "auto", ["required", {"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "none", ["any"]),
+        ("parallel_tool_calls", True, [1]),
+        ("functions", [], [[{"name": "f"}]]),
+        ("function_call", "none", [{"name": "f"}]),
+        ("modalities", ["text"], [["text", "audio"]]),
+        ("reasoning_effort", "none", ["high"]),
+        ("prompt_truncate_len", None, [5]),
+    ]
     async with running(FakeEngine()) as client:
         status, body, _ = await client.post(
             path, body_for(path, **{name: value for name, value, _ in both + own})
@@ -105,7 +114,65 @@ async def test_neutral_fields_are_taken_and_others_refused_in_words(path):
             for value in values:
                 error = await refused(client, path, body_for(path, **{name: value}))
                 assert error["param"] == name
-                assert error["message"] == f"'{name}' is not supported yet by this server"
+                words = (
+                    f"Only {name} = 1 is supported yet"
+                    if name in ("n", "best_of")
+                    else f"'{name}' is not supported yet by this server"
+                )
+                assert error["message"] == words
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_values_are_told_as_json_and_cut_short(path):
+    """What a client sent is shown as it sent it, not as Python writes it."""
+    deep = "x"
+    for _ in range(900):
+        deep = [deep]
+    cases = [
+        ("temperature", None, True, "true"),
+        ("temperature", None, "hot", '"hot"'),
+        ("stop", None, ["a", None], '["a", null]'),
+        ("seed", None, {"a": False}, '{"a": false}'),
+        ("user", None, ["é"], '["é"]'),
+        ("model", 404, "it's", '"it\'s"'),
+        ("context_length_exceeded_behavior", None, "maybe", 'none of the allowed values; given: "maybe"'),
+        ("context_length_exceeded_behavior", None, "x" * 10_000, '"xxx'),
+        ("temperature", None, deep, "[["),
+    ]
+    async with running(FakeEngine()) as client:
+        for name, status, value, told in cases:
+            error = await refused(client, path, body_for(path) | {name: value}, status or 400)
+            assert told in error["message"]
+            assert len(error["message"]) < 300
+        error = await refused(client, path, body_for(path, wheels=[None, True, "a"]))
+        assert error["message"] == (
+            "Extra inputs are not permitted, field: 'wheels', value: [None, True, 'a']"
+        )
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (
+            b'{"model":"tiny","prompt":"a","seed":' + b"9" * 5000 + b"}",
+            "The body has a number that is too long",
+        ),
+        (b"\xef\xbb\xbf{}", "The body begins with a byte order mark (BOM); send UTF-8 without one"),
+    ],
+)
+async def test_broken_bodies_are_told_in_words_of_their_own(raw, told):
+    async with running(FakeEngine()) as client:
+        assert (await refused(client, PATHS[0], raw))["message"] == told
+
+
+async def test_more_prompts_than_may_wait_are_refused_before_any_is_run():
+    """They all wait at once before the first one runs, so the queue's limit is theirs too."""
+    async with running(FakeEngine(max_waiting=3)) as client:
+        error = await refused(client, PATHS[0], {"model": MODEL, "prompt": ["a"] * 4})
+        assert error["param"] == "prompt"
+        assert error["message"] == "'prompt' holds 4 prompts; at most 3 are taken"
+        assert client.engine.submitted == []
+        assert len((await client.complete(["a"] * 3))["choices"]) == 3
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -233,8 +300,11 @@ async def test_only_plain_json_is_read():
                 assert response.status in (400, 415)
                 assert (await response.json())["error"]["message"]
         skip = {"skip_auto_headers": ["Content-Type"]}
-        async with client.session.post(client.url + PATHS[0], data=good, **skip) as response:
-            assert response.status == 415
+        for absent in (skip, {"headers": {"Content-Type": ""}}):
+            async with client.session.post(client.url + PATHS[0], data=good, **absent) as response:
+                assert response.status == 415
+                message = (await response.json())["error"]["message"]
+                assert message == "The header Content-Type is missing: send application/json"
         status, _, _ = await client.post(PATHS[0], good, Content_Type="application/json; charset=UTF-8")
         assert status == 200
 
@@ -262,6 +332,7 @@ async def test_a_body_over_the_limit_is_a_413():
     async with running(FakeEngine(), ServerConfig(max_body_mb=1)) as client:
         error = await refused(client, PATHS[0], body_for(PATHS[0], user="x" * 1_100_000), 413)
         assert error["code"] == "request_too_large"
+        assert error["message"] == "The request's body is larger than 1 MB, the most that is taken"
 
         async def chunks():
             for _ in range(20):
@@ -270,7 +341,7 @@ async def test_a_body_over_the_limit_is_a_413():
         headers = {"Content-Type": "application/json"}
         async with client.session.post(client.url + PATHS[0], data=chunks(), headers=headers) as response:
             assert response.status == 413
-            assert (await response.json())["error"]["message"]
+            assert (await response.json())["error"] == error
         await client.complete()
 
 

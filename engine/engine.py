@@ -70,8 +70,8 @@ class Engine:
         """Load the model on the compute thread and start the loop. Raises ConfigError or ModelError."""
         if config.tile % config.page_size:
             raise ConfigError(
-                f"HEADWATER_TILE={config.tile} is not allowed: give a multiple of the page size,"
-                f" {config.page_size}"
+                f"HEADWATER_PAGE_SIZE={config.page_size} is not allowed: it must divide"
+                f" HEADWATER_TILE={config.tile}"
             )
         machine.calm_openmp()
         from engine.runner import Runner  # torch comes with it

@@ -120,3 +120,7 @@ class StepCosts(msgspec.Struct, frozen=True):
     def predict(self, rows: int, pairs: int) -> float:
         """Milliseconds that a step of `rows` rows and `pairs` row-context pairs is expected to take."""
         return self.base_ms + rows * self.row_ms + pairs * self.pair_ms
+
+    def scaled(self, factor: float) -> StepCosts:
+        """The costs on a machine that takes `factor` times as long."""
+        return StepCosts(self.base_ms * factor, self.row_ms * factor, self.pair_ms * factor)

@@ -27,8 +27,8 @@ from engine.types import EngineInfo
 logger = logging.getLogger(__name__)
 
 GB = 1e9
-# The zero page, and one to use.
-_LEAST_PAGES = 2
+# The zero page, one to use, and one to spare.
+_LEAST_PAGES = 3
 
 
 class RunnerCounters(NamedTuple):
@@ -67,7 +67,7 @@ class Runner:
         attention = _make_attention(config, shape, decoder.dtype)
         pipeline = Pipeline(decoder, attention, Sampler(decoder.config.vocab_size))
         pipeline.pad(verdict.padding)
-        context = min(decoder.config.context_length, (pages - 1) * config.page_size)
+        context, context_notes = _context(config, decoder, pages)
         with torch.inference_mode():
             step_costs = costs.measure(pipeline, context)
         info = EngineInfo(
@@ -82,7 +82,7 @@ class Runner:
             kv_bytes=pages * shape.page_bytes(_kv_element(config, decoder)),
             fingerprint=_fingerprint(config, decoder, verdict),
             bit_identical=verdict.bit_identical,
-            notes=(*notes, *verdict.notes),
+            notes=(*notes, *context_notes, *verdict.notes),
         )
         _log(info, step_costs)
         return cls(pipeline, info, step_costs)
@@ -188,6 +188,21 @@ def _pool_pages(config: EngineConfig, decoder: Decoder) -> int:
             f" {_LEAST_PAGES * page_bytes / GB:.6f}, which is {_LEAST_PAGES} pages"
         )
     return pages
+
+
+def _context(config: EngineConfig, decoder: Decoder, pages: int) -> tuple[int, tuple[str, ...]]:
+    """The context limit in tokens, and what to tell where it is less than was asked.
+
+    One page beside the zero page stays spare: with it, even a prompt that takes all others can copy the
+    rows that it shares with a page of another's, so its match is exact to the token.
+    """
+    model = decoder.config.context_length
+    context = min(model, (pages - 2) * config.page_size)
+    if context < model:
+        return context, (f"context is {context} tokens, not {model}: the KV pool holds no more (--kv-gb)",)
+    if config.max_context > model:
+        return context, (f"context is {model} tokens, the model's, not {config.max_context}",)
+    return context, ()
 
 
 def _fingerprint(config: EngineConfig, decoder: Decoder, verdict: probe.Verdict) -> str:

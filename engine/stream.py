@@ -87,7 +87,7 @@ class RequestStream:
             self.request.request_id,
             len(self.request.prompt),
             receipt.cached_tokens if receipt else 0,
-            receipt.computed_tokens if receipt else 0,
+            delta.prompt_rows,
             self._generated,
             "-" if self._first_token is None else f"{(self._first_token - self._submitted) * 1e3:.0f}",
             (now - self._submitted) * 1e3,

@@ -88,7 +88,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     The first delta, and the one with a finish reason, carry the receipt (None only where the request
     ended before it was ever scheduled). Nothing follows a delta with a finish reason. `error` is a
-    message, set with finish reason "error".
+    message, set with finish reason "error". `prompt_rows` comes with a finish reason: how many of the
+    prompt's computed tokens were really run, fewer than the receipt's where it ended in prefill.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -96,6 +97,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     receipt: CacheReceipt | None = None
     error: str | None = None
+    prompt_rows: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

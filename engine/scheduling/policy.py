@@ -8,12 +8,14 @@ from engine.plan import StepCosts
 class StepBudget:
     """What one step may still take: rows, and predicted time while streams are running.
 
-    Decode rows are charged first and always fit (the caller limits them to `rows_left`). The time budget
-    binds only once decode rows are in the step, and never below MIN_CHUNK rows in all, so that a prompt
-    always gets on.
+    Decode rows are charged first and always fit. The time budget binds only once decode rows are in the
+    step. It is `step_ms`, or STRETCH times what the decode rows cost alone where that is more: on a slow
+    machine, or with many streams, a budget that the streams use up themselves would leave prompts crawling,
+    and everybody would wait longer. Prompts get MIN_CHUNK rows a step at least.
     """
 
     MIN_CHUNK = 16
+    STRETCH = 2.0
 
     def __init__(self, max_rows: int, step_ms: float, costs: StepCosts) -> None:
         self.rows_left = max_rows
@@ -28,6 +30,7 @@ class StepBudget:
         """Charge one decode row that attends to `context` tokens."""
         self._decoding = True
         self._charge(1, context)
+        self._ms = max(self._ms, self.STRETCH * self._costs.predict(self._rows, self._pairs))
 
     def add_chunk(self, start: int, rows: int) -> None:
         """Charge rows [start, start + rows) of a prompt."""

@@ -28,6 +28,9 @@ from engine.scheduling.sequence import Sequence, State
 from engine.scheduling.tables import PageTables
 from engine.types import CacheReceipt, Delta, EngineRequest, FinishReason, TokenLogprob
 
+LEARNING_RATE = 0.1
+"""Weight of the last step in the estimate of the machine's pace."""
+
 
 class Limits(NamedTuple):
     """What bounds the scheduler. `context` is prompt plus generated tokens of one sequence."""
@@ -70,6 +73,7 @@ class Scheduler:
         self._wipe: list[int] = []
         self._in_flight: StepPlan | None = None
         self._next_id = 0
+        self._pace = 1.0  # how long steps take lately, as a multiple of what `costs` predicts
 
     # -- the door --------------------------------------------------------------------------------
 
@@ -139,7 +143,8 @@ class Scheduler:
         """Choose the rows of the next step; None if nothing can run."""
         if self._in_flight is not None:
             raise RuntimeError("a step is in flight")
-        budget = StepBudget(self.limits.max_step_tokens, self.limits.step_ms, self.costs)
+        costs = self.costs.scaled(self._pace)
+        budget = StepBudget(self.limits.max_step_tokens, self.limits.step_ms, costs)
         chunks: dict[Sequence, Chunk] = {}
         preempted = self.counters.preemptions
         self._plan_decodes(budget, chunks)
@@ -295,6 +300,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """Take over what the step computed: publish pages, append tokens, end what has ended."""
         self._land(plan)
+        self._learn(plan, result.seconds)
         self.counters.ran(plan)
         tokens = dict(
             zip(plan.sample_sequences, zip(result.tokens, result.logprobs, strict=True), strict=True)
@@ -329,6 +335,13 @@ class Scheduler:
         for node in self._copy_sources:
             self.tree.unpin(node)
         self._copy_sources.clear()
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        """Follow the machine's pace: costs were measured once, maybe beside other work."""
+        predicted = self.costs.predict(plan.rows, plan.rows + int(plan.attention.positions.sum()))
+        if seconds > 0 and predicted > 0:
+            ratio = min(max(1e3 * seconds / predicted, 0.1), 10.0)
+            self._pace += LEARNING_RATE * (ratio - self._pace)
 
     def _advance(self, seq: Sequence, rows: int) -> None:
         was_prefill = seq.prefilling
@@ -398,7 +411,14 @@ class Scheduler:
     ) -> None:
         first = seq.generated == len(tokens)
         receipt = seq.receipt if first or reason is not None else None
-        delta = Delta(token_ids=tokens, logprobs=logprobs, finish_reason=reason, receipt=receipt, error=error)
+        delta = Delta(
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish_reason=reason,
+            receipt=receipt,
+            error=error,
+            prompt_rows=0 if reason is None else seq.prompt_rows,
+        )
         self._events.append(Event(seq.id, delta))
 
     # -- state -----------------------------------------------------------------------------------

@@ -83,6 +83,13 @@ class Sequence:
     def prefilling(self) -> bool:
         return self.computed < self.target
 
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of the prompt that were run and committed, those from the cache left out."""
+        if self.receipt is None:
+            return 0
+        return max(0, min(self.high_water, self.prompt_len) - self.receipt.cached_tokens)
+
     def match_limit(self) -> int:
         """Tokens that may come from the cache: the last one must run to give logits."""
         limit = len(self.tokens) - 1

@@ -183,11 +183,20 @@ async def test_the_context_is_no_longer_than_the_pool(start: Start) -> None:
     """O027, O029, O037: a request that fills the pool alone ends with "length"; the next one is served."""
     engine = await start(kv_gb=200 * 1024 / 1e9)
     limit = engine.info.context_length
-    assert limit == (engine.info.num_pages - 1) * 16 < 512
+    assert limit == (engine.info.num_pages - 2) * 16 < 512
     result = await run(engine, request(prompt(limit - 5), 10_000))
     assert len(result.ids) == 5
     assert result.finish == "length"
     assert (await run(engine, request(prompt(20, seed=3), 4))).finish == "length"
+
+
+async def test_a_prompt_that_fills_the_pool_is_found_to_the_token(start: Start) -> None:
+    """One page is spare, so that even then the rows of a page in use can be copied."""
+    engine = await start(kv_gb=200 * 1024 / 1e9)
+    longest = engine.info.context_length - 1
+    for length in (longest, longest - 3):
+        ids = prompt(length, seed=length)
+        assert [(await run(engine, request(ids, 1))).cached for _ in range(2)] == [0, length - 1]
 
 
 async def test_max_tokens_zero_only_fills_the_cache(start: Start) -> None:
@@ -365,14 +374,20 @@ async def test_reload_forgets_the_cache_and_keeps_the_queue(start: Start) -> Non
 
 
 async def test_each_request_logs_one_line(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    engine = await start()
+    engine = await start(max_step_tokens=64)
     with caplog.at_level(logging.INFO, "headwater.request"):
         await run(engine, request(prompt(33), 5))
         await run(engine, request(prompt(33), 5))
+        stream = engine.submit(request(prompt(500, seed=1)))
+        while not engine.stats().running:
+            await asyncio.sleep(0)
+        stream.abort()
+        await collect(stream)
     lines = [r.getMessage() for r in caplog.records if r.name == "headwater.request"]
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert "prompt=33 cached=32 computed=1 generated=5" in lines[1]
     assert "finish=length" in lines[1]
+    assert "prompt=500 cached=0 computed=64 generated=0" in lines[2], "what was really run"
 
 
 async def test_a_seed_decides_the_sample(start: Start) -> None:

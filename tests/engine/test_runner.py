@@ -240,7 +240,7 @@ def test_info_says_what_runs(tiny_model: Path) -> None:
     assert info.vocab_size == 320
     assert info.bit_identical
     assert not any(layer.any() for layer in runner.pipeline.attention.memory.layers)  # type: ignore[attr-defined]
-    assert load(tiny_model, dtype="float32", kv_gb=0.0001).info.context_length == 11 * 16
+    assert load(tiny_model, dtype="float32", kv_gb=0.0001).info.context_length == 10 * 16
     assert load(tiny_model, dtype="float32", max_context=100, kv_gb=0.0).info.num_pages == 1 + 64 * 7
 
 

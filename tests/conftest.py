@@ -13,7 +13,7 @@ from engine.models import store
 
 machine.calm_openmp()  # before any test imports torch
 
-# A change must pass or fail for what it is, so its examples are fixed there; elsewhere each run tries new ones.
+# In CI a change must pass or fail for what it is, so examples are fixed; elsewhere each run draws new ones.
 hypothesis.settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     hypothesis.settings.load_profile("ci")

@@ -77,14 +77,6 @@ class Node:
                     best, shared = self.children[i], n
         return best, shared
 
-    def depth_tokens(self) -> int:
-        """Tokens from the root to this node's end."""
-        total, node = 0, self
-        while node is not None:
-            total += len(node.tokens)
-            node = node.parent  # type: ignore[assignment]
-        return total
-
 
 class Match(NamedTuple):
     """A view of the longest cached prefix: nothing is changed by looking.

@@ -54,6 +54,15 @@ class AttentionBackend(Protocol):
     def wipe(self, pages: Sequence[int]) -> None:
         """Zero whole pages in every layer (after a non-finite result: masked slots must be finite)."""
 
+    def read_rows(self, layer: int, slots: Tensor) -> Tensor:
+        """Copy KV out of the executor's layout: [n, 2, kv_heads, head_dim], the key, then the value.
+
+        slots int64 [n], each page * page_size + offset.
+        """
+
+    def write_rows(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+        """The inverse of read_rows."""
+
     def begin(self, plan: StepPlan) -> None:
         """Prepare index arrays for one step, once for all layers. ValueError on an impossible plan."""
 

@@ -100,6 +100,12 @@ class CpuAttention:
     def wipe(self, pages: Sequence[int]) -> None:
         self.memory.wipe(pages)
 
+    def read_rows(self, layer: int, slots: Tensor) -> Tensor:
+        return self.memory.read_rows(layer, slots)
+
+    def write_rows(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+        self.memory.write_rows(layer, slots, kv)
+
     def begin(self, plan: StepPlan) -> None:
         self._step = None
         if plan.attention.align != self.align:

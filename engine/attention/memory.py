@@ -32,6 +32,14 @@ class KvMemory:
         """Write rows: slots int64 [rows], k and v [rows, kv_heads, head_dim]."""
         self.layers[layer].index_copy_(0, slots, torch.stack((k, v), 1).to(self.layers[layer].dtype))
 
+    def read_rows(self, layer: int, slots: Tensor) -> Tensor:
+        """Rows at slots int64 [n]: [n, 2, kv_heads, head_dim]."""
+        return self.layers[layer].index_select(0, slots)
+
+    def write_rows(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+        """The inverse of read_rows."""
+        self.layers[layer].index_copy_(0, slots, kv.to(self.layers[layer].dtype))
+
     def copy_rows(self, copies: Sequence[RowCopy]) -> None:
         """Copy rows [0, rows) of a page to another, in every layer. ValueError if out of range."""
         size = self.shape.page_size

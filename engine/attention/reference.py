@@ -41,6 +41,12 @@ class ReferenceAttention:
     def wipe(self, pages: Sequence[int]) -> None:
         self.memory.wipe(pages)
 
+    def read_rows(self, layer: int, slots: Tensor) -> Tensor:
+        return self.memory.read_rows(layer, slots)
+
+    def write_rows(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+        self.memory.write_rows(layer, slots, kv)
+
     def begin(self, plan: StepPlan) -> None:
         self._plan = None
         checked = check_plan(plan, self.page_size, self.num_pages)

@@ -1,4 +1,4 @@
-"""Impossible plans are refused, short sequences are right, empty states stay empty, pages are kept."""
+"""Impossible plans are refused, short sequences are right, empty states stay empty, for every executor."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.base import KvShape
-from engine.attention.cpu import CpuAttention, merge_weights
-from engine.attention.reference import ReferenceAttention
-from engine.plan import CascadeLevel, CascadePlan, RowCopy, StepPlan
+from engine.attention.base import AttentionBackend, KvShape
+from engine.attention.cpu import merge_weights
+from engine.plan import CascadeLevel, CascadePlan, StepPlan
+from tests.engine.attention.executors import EXECUTORS, all_slots, build
 from tests.engine.attention.plans import Member, step_plan
 
 SHAPE = KvShape(2, 80, 16, 6, 2, 64)
 
 
-def executors() -> list[CpuAttention | ReferenceAttention]:
-    return [CpuAttention(SHAPE, torch.float32, tile=32), ReferenceAttention(SHAPE, align=32)]
+@pytest.fixture(params=[*EXECUTORS, "reference"])
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return build(request.param, SHAPE, tile=32)
 
 
 def qkv(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -26,21 +27,20 @@ def qkv(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return tuple(torch.randn(rows, heads, 64, generator=random) for heads in (6, 2, 2))
 
 
-def test_sequences_around_one_page_equal_themselves_alone() -> None:
+def test_sequences_around_one_page_equal_themselves_alone(backend: AttentionBackend) -> None:
     """O022: 1, P-1, P and P+1 tokens mixed with one of 10 P."""
     lengths, first = [1, 15, 16, 17, 160], [1, 2, 3, 4, 6]
     members = [Member((), tuple(range(p, p + 10)), 0, n) for p, n in zip(first, lengths, strict=True)]
     x = qkv(sum(lengths))
-    for backend in executors():
-        backend.begin(step_plan(members, 16, 32))
-        mixed = backend.attend(0, *x)
-        assert mixed.isfinite().all()
-        at = 0
-        for member in members:
-            backend.begin(step_plan([member], 16, 32))
-            alone = backend.attend(0, *(t[at : at + member.rows] for t in x))
-            assert torch.equal(alone, mixed[at : at + member.rows])
-            at += member.rows
+    backend.begin(step_plan(members, 16, 32))
+    mixed = backend.attend(0, *x)
+    assert mixed.isfinite().all()
+    at = 0
+    for member in members:
+        backend.begin(step_plan([member], 16, 32))
+        alone = backend.attend(0, *(t[at : at + member.rows] for t in x))
+        assert torch.equal(alone, mixed[at : at + member.rows])
+        at += member.rows
 
 
 def level(qo: list[int], kv: list[int], pages: list[int], last: list[int]) -> CascadeLevel:
@@ -95,23 +95,23 @@ IMPOSSIBLE: dict[str, Callable[[StepPlan], StepPlan]] = {
 
 
 @pytest.mark.parametrize("fault", IMPOSSIBLE)
-def test_an_impossible_plan_is_refused(fault: str) -> None:
+def test_an_impossible_plan_is_refused(backend: AttentionBackend, fault: str) -> None:
     """O022: an impossible last-page length, and its like, raise instead of reading a wrong page. A query
     longer than its keys (O021) is one of them."""
-    for backend in executors():
-        backend.begin(good())
-        with pytest.raises(ValueError, match="impossible plan"):
-            backend.begin(IMPOSSIBLE[fault](good()))
-        with pytest.raises(RuntimeError):
-            backend.attend(0, *qkv(3))
+    backend.begin(good())
+    with pytest.raises(ValueError, match="impossible plan"):
+        backend.begin(IMPOSSIBLE[fault](good()))
+    with pytest.raises(RuntimeError):
+        backend.attend(0, *qkv(3))
 
 
-def test_a_plan_for_another_tile_is_refused() -> None:
-    backend = CpuAttention(SHAPE, torch.float32, tile=32)
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_a_plan_for_another_tile_is_refused(name: str) -> None:
+    backend = build(name, SHAPE, tile=32)
     with pytest.raises(ValueError, match="align 64"):
         backend.begin(good()._replace(attention=good().attention._replace(align=64)))
     with pytest.raises(ValueError, match="page size"):
-        CpuAttention(SHAPE, torch.float32, tile=24)
+        build(name, SHAPE, tile=24)
 
 
 def test_empty_states_merge_to_an_empty_state() -> None:
@@ -139,71 +139,40 @@ def test_merge_weights_do_not_depend_on_the_tiles_of_others() -> None:
         assert torch.equal(merge_weights(wide[4:5])[:, :48], merge_weights(narrow)[4:5])
 
 
-def test_empty_prefix_levels_change_nothing() -> None:
+def test_empty_prefix_levels_change_nothing(backend: AttentionBackend) -> None:
     """O021: segments without pages, prefixes of length 0."""
     plain = Member((), (5, 6), 19, 3)
-    for backend in executors():
-        backend.begin(step_plan([plain], 16, 32))
-        expected = backend.attend(0, *qkv(3))
-        backend.begin(step_plan([Member(((), ()), (5, 6), 19, 3)], 16, 32))
-        assert torch.equal(backend.attend(0, *qkv(3)), expected)
+    backend.begin(step_plan([plain], 16, 32))
+    expected = backend.attend(0, *qkv(3))
+    backend.begin(step_plan([Member(((), ()), (5, 6), 19, 3)], 16, 32))
+    assert torch.equal(backend.attend(0, *qkv(3)), expected)
 
 
-def test_padding_rows_get_zeros_and_write_nothing() -> None:
+def test_padding_rows_get_zeros_and_write_nothing(backend: AttentionBackend) -> None:
     member = Member((), (5, 6), 0, 3)
     x = qkv(8)
-    for backend in executors():
-        backend.begin(step_plan([member], 16, 32))
-        padded = backend.attend(1, *x)
-        assert padded.shape == (8, 6 * 64)
-        assert torch.equal(padded[3:], torch.zeros(5, 6 * 64))
-        written = backend.memory.layers[1].flatten(1).any(1).nonzero().flatten()
-        assert written.tolist() == [80, 81, 82]
-        assert not backend.memory.layers[0].any()
+    backend.begin(step_plan([member], 16, 32))
+    padded = backend.attend(1, *x)
+    assert padded.shape == (8, 6 * 64)
+    assert torch.equal(padded[3:], torch.zeros(5, 6 * 64))
+    slots = all_slots(SHAPE)
+    written = slots[backend.read_rows(1, slots).flatten(1).any(1)]
+    assert written.tolist() == [80, 81, 82]
+    assert not backend.read_rows(0, slots).any()
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["query", "key", "value"])
 @pytest.mark.parametrize("row", [0, 2, 5])
-def test_a_row_of_nan_poisons_no_other_sequence(which: int, row: int) -> None:
+def test_a_row_of_nan_poisons_no_other_sequence(backend: AttentionBackend, which: int, row: int) -> None:
     """Sequences share calls and padding, never results: short tiles are padded with the zero page."""
     members = [Member((), (1, 2), 3, 2), Member((), (3, 4), 3, 1), Member((), (5, 6), 40 - 16, 3)]
     owner = [0, 0, 1, 2, 2, 2]
-    for backend in executors():
-        x = list(qkv(6))
-        backend.begin(step_plan(members, 16, 32))
-        clean = backend.attend(0, *x)
-        x[which] = x[which].clone()
-        x[which][row] = float("nan")
-        poisoned = backend.attend(0, *x)
-        assert not poisoned[row].isfinite().all()
-        others = [other for other in range(6) if owner[other] != owner[row]]
-        assert torch.equal(poisoned[others], clean[others])
-
-
-def test_copied_rows_attend_like_the_originals_and_wiped_pages_are_zero() -> None:
-    """COPY of [0, rows) in every layer, nothing beyond; a wiped page holds no trace of a NaN."""
-    for backend in executors():
-        for layer in range(2):
-            backend.begin(step_plan([Member((), (7,), 0, 16)], 16, 32))
-            backend.attend(layer, *qkv(16, seed=layer))
-        backend.copy_rows([RowCopy(7, 9, 11)])
-        for memory in backend.memory.layers:
-            assert torch.equal(memory[9 * 16 : 9 * 16 + 11], memory[7 * 16 : 7 * 16 + 11])
-            assert not memory[9 * 16 + 11 : 10 * 16].any()
-            memory[9 * 16 + 12] = float("nan")
-        backend.wipe([9])
-        backend.wipe([])
-        assert not any(memory[9 * 16 : 10 * 16].any() for memory in backend.memory.layers)
-        assert all(memory[7 * 16 : 8 * 16].any() for memory in backend.memory.layers)
-
-
-@pytest.mark.parametrize("copy", [RowCopy(0, 1, 4), RowCopy(1, 0, 4), RowCopy(1, 2, 17), RowCopy(1, 1, 4)])
-def test_an_impossible_copy_is_refused(copy: RowCopy) -> None:
-    """The zero page is no one's, and a page has no more rows than its size."""
-    with pytest.raises(ValueError, match=r"page|copy"):
-        CpuAttention(SHAPE, torch.float32, tile=32).copy_rows([copy])
-
-
-def test_wiping_the_zero_page_is_refused() -> None:
-    with pytest.raises(ValueError, match="page 0"):
-        CpuAttention(SHAPE, torch.float32, tile=32).wipe([0])
+    x = list(qkv(6))
+    backend.begin(step_plan(members, 16, 32))
+    clean = backend.attend(0, *x)
+    x[which] = x[which].clone()
+    x[which][row] = float("nan")
+    poisoned = backend.attend(0, *x)
+    assert not poisoned[row].isfinite().all()
+    others = [other for other in range(6) if owner[other] != owner[row]]
+    assert torch.equal(poisoned[others], clean[others])

@@ -37,6 +37,10 @@ class CascadePlan(NamedTuple):
     that span); spans there are multiples of `align` tokens. The last level has one segment a sequence,
     is causal, and starts at absolute token `kv_start[i]` (a multiple of `align`), which is the length of
     the sequence's shared spans. Row r stands at absolute position positions[r].
+
+    `groups` counts the shared segments, `grouped_rows` the rows that stand in one, `saved_tokens` the KV
+    tokens a layer that are not read again thanks to them, `refused` the shared prefixes that could have had
+    a segment and did not pay for it.
     """
 
     align: int
@@ -45,6 +49,8 @@ class CascadePlan(NamedTuple):
     positions: Int32
     groups: int = 0
     grouped_rows: int = 0
+    saved_tokens: int = 0
+    refused: int = 0
 
 
 class RowCopy(NamedTuple):
@@ -98,13 +104,16 @@ class StepResult(msgspec.Struct, frozen=True):
 
     `tokens[j]` and `logprobs[j]` (None where not asked) belong to samples[j] of the plan. `bad` names
     the indices i of sequences that had a non-finite hidden state or logit in any of their rows; their
-    tokens mean nothing. `seconds` is the time on the compute thread.
+    tokens mean nothing. `seconds` is the time on the compute thread. `verified` says that the step was
+    computed a second time, flat; `differing_rows` of its rows were not the same then.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...]
     bad: frozenset[int] = frozenset()
     seconds: float = 0.0
+    verified: bool = False
+    differing_rows: int = 0
 
 
 class StepCosts(msgspec.Struct, frozen=True):
@@ -124,3 +133,22 @@ class StepCosts(msgspec.Struct, frozen=True):
     def scaled(self, factor: float) -> StepCosts:
         """The costs on a machine that takes `factor` times as long."""
         return StepCosts(self.base_ms * factor, self.row_ms * factor, self.pair_ms * factor)
+
+
+class GateCosts(msgspec.Struct, frozen=True):
+    """What shared segments gain and cost on a device, in ns a layer.
+
+    `byte_ns` is gained for each byte of KV that is not read again. A shared segment costs `segment_ns`; a
+    shared level costs `level_ns`, and `level_row_ns` more for each row of the step. The default says that
+    sharing is free, so that all that saves KV bytes is shared.
+    """
+
+    byte_ns: float = 0.02
+    segment_ns: float = 0.0
+    level_ns: float = 0.0
+    level_row_ns: float = 0.0
+
+    def profit_ns(self, saved_bytes: float, segments: int, levels: int, rows: int) -> float:
+        """Time gained a layer by a plan that saves `saved_bytes` with so many shared segments and levels."""
+        cost = segments * self.segment_ns + levels * (self.level_ns + rows * self.level_row_ns)
+        return saved_bytes * self.byte_ns - cost

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from engine.plan import RowCopy, SampleRow, StepPlan
-from engine.scheduling.cascade import CascadeMode, Span, plan_cascade
+from engine.plan import CascadeLevel, Int32, Int64, RowCopy, SampleRow, StepPlan
+from engine.scheduling.cascade import CascadePlanner
 from engine.scheduling.sequence import Sequence
 
 
@@ -19,61 +19,58 @@ class Chunk(NamedTuple):
     copy: RowCopy | None = None
 
 
-class Layout(Protocol):
-    """The limits that shape a plan."""
-
-    @property
-    def align(self) -> int: ...
-    @property
-    def cascade(self) -> CascadeMode: ...
-
-
-def assemble(
-    step: int, chunks: list[Chunk], page_size: int, layout: Layout, wipe: tuple[int, ...]
-) -> StepPlan:
+def assemble(step: int, chunks: list[Chunk], planner: CascadePlanner, wipe: tuple[int, ...]) -> StepPlan:
     """Build the plan of a step. Rows follow the cascade's order of the sequences."""
-    spans = [Span(c.seq.table, c.seq.computed, c.rows) for c in chunks]
-    order, attention = plan_cascade(spans, page_size, layout.align, layout.cascade)
-    chunks = [chunks[i] for i in order]
-    indptr = np.zeros(len(chunks) + 1, np.int32)
-    np.cumsum([c.rows for c in chunks], out=indptr[1:])
-    samples, owners = [], []
-    for index, chunk in enumerate(chunks):
-        if _samples(chunk):
-            samples.append(_sample_row(chunk, int(indptr[index + 1]) - 1))
+    batch = [c.seq for c in chunks]
+    starts = [seq.computed for seq in batch]
+    order, attention = planner.plan([seq.table for seq in batch], starts, [c.rows for c in chunks])
+    if attention.groups:
+        chunks = [chunks[i] for i in order]
+        starts = [starts[i] for i in order]
+    private = attention.levels[-1]
+    token_ids = list[int]()
+    samples, owners = list[SampleRow](), list[int]()
+    for index, ((seq, rows, _), start) in enumerate(zip(chunks, starts, strict=True)):
+        tokens = seq.tokens
+        end = start + rows
+        if rows == 1:
+            token_ids.append(tokens[start])
+        else:
+            token_ids += tokens[start:end]
+        request = seq.request
+        # A token is wanted when the chunk ends with the last known token.
+        if end == len(tokens) and request.params.max_tokens > 0:
+            samples.append(
+                SampleRow(
+                    len(token_ids) - 1,
+                    request.params,
+                    seq.seed,
+                    request.prompt_index,
+                    request.choice_index,
+                    end - len(request.prompt),
+                )
+            )
             owners.append(index)
     return StepPlan(
         step=step,
-        sequence_ids=tuple(c.seq.id for c in chunks),
-        row_indptr=indptr,
-        token_ids=np.array(
-            [t for c in chunks for t in c.seq.tokens[c.seq.computed : c.seq.computed + c.rows]], np.int64
-        ),
-        write_slots=np.concatenate([_write_slots(c, page_size) for c in chunks]),
+        sequence_ids=tuple([c.seq.id for c in chunks]),
+        row_indptr=private.qo_indptr,
+        token_ids=np.array(token_ids, np.int64),
+        write_slots=_write_slots(attention.positions, attention.kv_start, private, planner.rules.page_size),
         attention=attention,
         samples=tuple(samples),
         sample_sequences=tuple(owners),
-        copies=tuple(c.copy for c in chunks if c.copy is not None),
+        copies=tuple([c.copy for c in chunks if c.copy is not None]),
         wipe=wipe,
     )
 
 
-def _samples(chunk: Chunk) -> bool:
-    """A token is wanted when the chunk ends with the last known token."""
-    return chunk.rows == chunk.seq.remaining and chunk.seq.request.params.max_tokens > 0
-
-
-def _sample_row(chunk: Chunk, row: int) -> SampleRow:
-    seq = chunk.seq
-    request = seq.request
-    return SampleRow(
-        row, request.params, seq.seed, request.prompt_index, request.choice_index, position=seq.generated
-    )
-
-
-def _write_slots(chunk: Chunk, page_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    seq, rows = chunk.seq, chunk.rows
-    first = seq.computed // page_size
-    pages = np.array(seq.table[first : -(-(seq.computed + rows) // page_size)], np.int64)
-    at = np.arange(seq.computed, seq.computed + rows, dtype=np.int64)
-    return pages[at // page_size - first] * page_size + at % page_size
+def _write_slots(positions: Int32, kv_start: Int32, private: CascadeLevel, page_size: int) -> Int64:
+    """Where each row's own KV goes: in the page of its sequence's private level that holds its position."""
+    if len(kv_start) == len(positions):  # one row each, the last of its sequence
+        pages = private.kv_indices[private.kv_indptr[1:] - 1]
+        return pages.astype(np.int64) * page_size + positions % page_size
+    owner = np.repeat(np.arange(len(kv_start)), np.diff(private.qo_indptr))
+    token = positions - kv_start[owner]
+    pages = private.kv_indices[private.kv_indptr[owner] + token // page_size]
+    return pages.astype(np.int64) * page_size + token % page_size

@@ -1,21 +1,40 @@
-"""From the batch of one step to a CascadePlan: who shares which whole tiles of KV.
+"""From the batch of one step to a CascadePlan: who reads which whole tiles of KV together.
 
 Hydragen (Juravsky et al., 2024) and ChunkAttention (Ye et al., 2024) describe attention over a shared prefix
-read once for many queries; here any number of groups, and sequences that share nothing, stand in one plan.
+read once for many queries; here any number of groups, nested in each other, and sequences that share nothing
+stand in one plan. sharing.py finds the batch's prefix tree, folding.py chooses what is opened, segments.py
+writes the arrays; this module puts them together and keeps what the next step can use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from operator import is_
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from engine.cache.node import common_prefix
-from engine.plan import CascadeLevel, CascadePlan, Int32
+from engine.plan import CascadeLevel, CascadePlan, GateCosts, Int32, Int64
+from engine.scheduling.folding import NOT_OPENED, Prices, fold
+from engine.scheduling.gate import prices
+from engine.scheduling.segments import Forest, arrange, private_level, shared_levels
+from engine.scheduling.sharing import Sharing, share, tile_keys
 
 CascadeMode = Literal["off", "auto", "force"]
+
+
+class Rules(NamedTuple):
+    """How batches are cut. Shared spans are multiples of `align` tokens. `levels` counts the private one.
+
+    `token_bytes` is the KV of one token in one layer, which `costs` are weighed against in mode "auto".
+    """
+
+    page_size: int
+    align: int
+    mode: CascadeMode = "auto"
+    levels: int = 4
+    costs: GateCosts = GateCosts()
+    token_bytes: int = 1
 
 
 class Span(NamedTuple):
@@ -26,145 +45,208 @@ class Span(NamedTuple):
     rows: int
 
 
-class Group(NamedTuple):
-    """Members (positions in the sorted list) [first, end) share their first `tiles` tiles."""
+class Planned(NamedTuple):
+    """A plan, and the order of its sequences: indices into the batch. Rows of the step follow it."""
 
-    first: int
-    end: int
-    tiles: int
+    order: list[int]
+    attention: CascadePlan
 
 
 def plan_cascade(
-    spans: Sequence[Span], page_size: int, align: int, mode: CascadeMode
-) -> tuple[list[int], CascadePlan]:
-    """Order the sequences and cut their KV into a shared and a private level.
+    spans: Sequence[Span],
+    page_size: int,
+    align: int,
+    mode: CascadeMode,
+    levels: int = 4,
+    costs: GateCosts | None = None,
+    token_bytes: int = 1,
+) -> Planned:
+    """Plan one batch, with nothing known from before; see Rules and CascadePlanner.plan."""
+    planner = CascadePlanner(Rules(page_size, align, mode, levels, costs or GateCosts(), token_bytes))
+    return planner.plan([s.table for s in spans], [s.start for s in spans], [s.rows for s in spans])
 
-    Returns the order (indices into `spans`: rows of the step follow it) and the plan. Groups come first, in
-    depth-first order of the batch's tree, then the sequences that share nothing, in one empty segment. A
-    sequence shares only tiles that end at or before its first row.
+
+class CascadePlanner:
+    """Plans one step after another, and makes a step of pure growth from the one before.
+
+    Plans given out are never changed, and share the arrays that stay the same. A sequence is known by its
+    table, a list that lives as long as the sequence runs without a break: its pages that end at or before the
+    first row of a plan stay as they were, later ones may change, and more may come. So a plan stays valid
+    while every sequence goes on by the row it had: what it shares with others can change only when it
+    completes a tile whose page another holds, which is looked up.
     """
-    groups: list[Group] = []
-    order = list(range(len(spans)))
-    if mode != "off" and len(spans) > 1:
-        order, groups = _group(spans, page_size, align)
-    kv_start = np.zeros(len(spans), np.int32)
-    for group in groups:
-        kv_start[group.first : group.end] = group.tiles * align
-    ordered = [spans[i] for i in order]
-    rows = _indptr([s.rows for s in ordered])
-    last = _private_level(ordered, rows, kv_start, page_size)
-    levels = (_shared_level(ordered, groups, rows, page_size, align), last) if groups else (last,)
-    positions = np.concatenate([np.arange(s.start, s.start + s.rows, dtype=np.int32) for s in ordered])
-    grouped = sum(int(rows[g.end] - rows[g.first]) for g in groups)
-    return order, CascadePlan(align, levels, kv_start, positions, len(groups), grouped)
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self._last: _Last | None = None
+
+    def plan(self, tables: list[Sequence[int]], starts: list[int], rows: list[int]) -> Planned:
+        """Plan a step: sequence i runs tokens [starts[i], starts[i] + rows[i]) over the pages of tables[i].
+
+        Groups stand in depth-first order of the batch's tree, then the sequences that share nothing. A
+        sequence shares only tiles that end at or before its first row.
+        """
+        last = self._last
+        if last is not None and last.goes_on(tables, starts, rows):
+            planned = _grown(last, self.rules)
+            if planned is not None:
+                return planned
+        return self._anew(tables, starts, rows)
+
+    def forget(self) -> None:
+        """Plan the next step from nothing."""
+        self._last = None
+
+    def _anew(self, tables: list[Sequence[int]], starts: list[int], rows: list[int]) -> Planned:
+        rules = self.rules
+        known: set[int] | None = None
+        forest, refused = None, 0
+        if rules.mode != "off" and rules.levels > 1 and len(tables) > 1:
+            keys = tile_keys(tables, starts, rules.page_size, rules.align)
+            known = keys.known
+            if any(keys.runs):
+                forest, refused = self._open(share(keys.runs), sum(rows))
+        order, kv_start, members = list(range(len(tables))), np.zeros(len(tables), np.int32), 0
+        if forest is not None:
+            order, members = forest.order, forest.members
+            kv_start = (forest.reach * rules.align).astype(np.int32)
+        own_tables, own_rows = [tables[i] for i in order], [rows[i] for i in order]
+        first = np.array([starts[i] for i in order], np.int64)
+        counts = np.array(own_rows, np.int64)
+        indptr = np.zeros(len(order) + 1, np.int32)
+        np.cumsum(counts, out=indptr[1:])
+        shared: tuple[CascadeLevel, ...] = ()
+        saved = 0
+        if forest is not None:
+            shared = shared_levels(forest, own_tables, indptr, rules.page_size, rules.align)
+            saved = int(kv_start.sum()) - forest.tiles * rules.align
+        attention = CascadePlan(
+            rules.align,
+            (*shared, private_level(own_tables, first + counts, kv_start, indptr, rules.page_size)),
+            kv_start,
+            _positions(first, counts, indptr),
+            groups=0 if forest is None else len(forest.node),
+            grouped_rows=int(indptr[members]),
+            saved_tokens=saved,
+            refused=refused,
+        )
+        planned = Planned(order, attention)
+        decoding = int(indptr[-1]) == len(rows)
+        self._last = _Last(tables, starts, own_tables, known, planned) if decoding else None
+        return planned
+
+    def _open(self, tree: Sharing, rows: int) -> tuple[Forest | None, int]:
+        """The segments to open, None for none, and how many prefixes the gate has refused."""
+        rules = self.rules
+        chosen = fold(tree, rules.levels - 1, self._prices(rows))
+        forest = arrange(tree, chosen) if np.any(chosen != NOT_OPENED) else None
+        return forest, _refused(tree, chosen, rules.levels - 1)
+
+    def _prices(self, rows: int) -> Prices:
+        rules = self.rules
+        if rules.mode == "force":
+            return Prices(1)
+        return prices(rules.costs, rules.align * rules.token_bytes, rows)
 
 
-def _group(spans: Sequence[Span], page_size: int, align: int) -> tuple[list[int], list[Group]]:
-    """Sort by shared tiles and choose the groups that save most tile reads.
+class _Last:
+    """The step before, in which every sequence ran one row. `known` are pages in which shared tiles would
+    end (None where nothing is shared by rule); own_tables are the tables in the plan's order."""
 
-    A page stands under exactly one prefix, so the last page of a tile names the tile and all before it.
-    """
-    step = align // page_size
-    keys = [tuple(s.table[step - 1 : s.start // align * step : step]) for s in spans]
-    order = sorted(range(len(spans)), key=lambda i: (keys[i], i))
-    grouped, groups = list[int](), list[Group]()
-    for members, tiles in _best_groups([keys[i] for i in order]):
-        groups.append(Group(len(grouped), len(grouped) + len(members), tiles))
-        grouped += [order[m] for m in members]
-    inside = set(grouped)
-    return grouped + [i for i in range(len(spans)) if i not in inside], groups
+    def __init__(
+        self,
+        tables: list[Sequence[int]],
+        starts: list[int],
+        own_tables: list[Sequence[int]],
+        known: set[int] | None,
+        planned: Planned,
+    ) -> None:
+        self._tables = tables
+        self._starts = np.array(starts, np.int64)
+        self.own_tables = own_tables
+        self.known = known
+        self.planned = planned
 
-
-class Branch(NamedTuple):
-    """Sequences that share their first `tiles` tiles and part after them; a single one has no branches."""
-
-    member: int
-    tiles: int
-    branches: tuple[int, ...]
-
-
-def _best_groups(keys: list[tuple[int, ...]]) -> list[tuple[list[int], int]]:
-    """The groups, as (members, tiles), that save most tile reads among sorted sequences.
-
-    A group of k members over t tiles saves (k - 1) * t: opening it costs t, and each member then gains t.
-    Going down the tree, each branch either leaves its sequences to the group opened above it or opens one
-    of its own. That is exact, as what a sequence gains depends only on the group it ends up in.
-    """
-    tree: list[Branch] = []
-    root = _branch(tree, keys, 0, len(keys))
-
-    @cache
-    def best(at: int, above: int) -> tuple[int, bool]:
-        """Tile reads saved below while a group over `above` tiles is open, and whether to open another."""
-        _, tiles, branches = tree[at]
-        if not branches:
-            return above, False
-        joined = sum(best(b, above)[0] for b in branches)
-        opened = sum(best(b, tiles)[0] for b in branches) - tiles if tiles > above else 0
-        return max(joined, opened), opened > joined
-
-    groups: list[tuple[list[int], int]] = []
-
-    def collect(at: int, above: int, members: list[int]) -> None:
-        member, tiles, branches = tree[at]
-        if not branches and above:
-            members.append(member)
-        elif branches and best(at, above)[1]:
-            above, members = tiles, []
-            groups.append((members, tiles))
-        for branch in branches:
-            collect(branch, above, members)
-
-    collect(root, 0, [])
-    return groups
+    def goes_on(self, tables: list[Sequence[int]], starts: list[int], rows: list[int]) -> bool:
+        """Whether the same sequences run their next row, one each; it is then remembered as the last step."""
+        if len(tables) != len(self._tables) or not all(map(is_, tables, self._tables)):
+            return False
+        now = np.array(starts, np.int64)
+        if rows.count(1) != len(rows) or not np.array_equal(now, self._starts + 1):
+            return False
+        self._starts = now
+        return True
 
 
-def _branch(tree: list[Branch], keys: list[tuple[int, ...]], first: int, end: int) -> int:
-    """Append the tree of sorted sequences [first, end) to `tree`; returns the index of its top."""
-    branches, tiles = list[int](), common_prefix(keys[first], keys[end - 1])
-    at = first if end - first > 1 else end
-    while at < end:
-        stop = at + 1
-        if len(keys[at]) > tiles:
-            while stop < end and keys[stop][tiles] == keys[at][tiles]:
-                stop += 1
-        branches.append(_branch(tree, keys, at, stop))
-        at = stop
-    tree.append(Branch(first, tiles, tuple(branches)))
-    return len(tree) - 1
+def _grown(last: _Last, rules: Rules) -> Planned | None:
+    """The last plan, one row further; None where a completed tile may be shared with another."""
+    old, size = last.planned.attention, rules.page_size
+    positions = old.positions + np.int32(1)
+    private = old.levels[-1]
+    full = private.last_page_len == size
+    turned = np.flatnonzero(full).tolist()
+    if turned:
+        if last.known is not None and not _unshared(last, positions, turned, rules):
+            return None
+        private = _turned(private, last.own_tables, positions, turned, size)
+    private = private._replace(last_page_len=np.where(full, np.int32(1), old.levels[-1].last_page_len + 1))
+    attention = old._replace(levels=(*old.levels[:-1], private), positions=positions)
+    last.planned = Planned(last.planned.order, attention)
+    return last.planned
 
 
-def _shared_level(
-    spans: list[Span], groups: list[Group], rows: Int32, page_size: int, align: int
+def _unshared(last: _Last, positions: Int32, turned: list[int], rules: Rules) -> bool:
+    """Note the tiles that were completed; False where another sequence may hold one of them."""
+    known = last.known
+    assert known is not None
+    for i in turned:
+        start = int(positions[i])
+        if start % rules.align == 0:
+            page = last.own_tables[i][start // rules.page_size - 1]
+            if page in known:
+                return False
+            known.add(page)
+    return True
+
+
+def _turned(
+    private: CascadeLevel, tables: list[Sequence[int]], positions: Int32, turned: list[int], page_size: int
 ) -> CascadeLevel:
-    pages = [spans[g.first].table[: g.tiles * align // page_size] for g in groups]
-    qo = [int(rows[g.first]) for g in groups] + [int(rows[groups[-1].end])]
-    last = [page_size] * len(groups)
-    if groups[-1].end < len(spans):
-        pages.append([])
-        qo.append(int(rows[-1]))
-        last.append(0)
-    return CascadeLevel(np.array(qo, np.int32), _indptr([len(p) for p in pages]), _flat(pages), _int32(last))
+    """Some sequences have filled a page, which may have become another equal one, and began the next."""
+    at = np.array(turned)
+    new = [int(p) // page_size for p in positions[at]]
+    more = np.zeros(len(private.kv_indptr), np.int32)
+    more[at + 1] = 1
+    indptr = private.kv_indptr + np.cumsum(more, dtype=np.int32)
+    indices = np.insert(
+        private.kv_indices,
+        private.kv_indptr[at + 1],
+        [tables[i][n] for i, n in zip(turned, new, strict=True)],
+    )
+    indices[indptr[at + 1] - 2] = [tables[i][n - 1] for i, n in zip(turned, new, strict=True)]
+    return private._replace(kv_indptr=indptr, kv_indices=indices)
 
 
-def _private_level(spans: list[Span], rows: Int32, kv_start: Int32, page_size: int) -> CascadeLevel:
-    pages, last = [], []
-    for span, start in zip(spans, kv_start.tolist(), strict=True):
-        end = span.start + span.rows
-        pages.append(span.table[start // page_size : -(-end // page_size)])
-        last.append((end - start - 1) % page_size + 1 if end > start else 0)
-    return CascadeLevel(rows, _indptr([len(p) for p in pages]), _flat(pages), _int32(last))
+def _refused(tree: Sharing, chosen: Int64, levels: int) -> int:
+    """Shared prefixes that were not opened although a level was free for them."""
+    shut = np.flatnonzero(chosen == NOT_OPENED)
+    if not len(shut):
+        return 0
+    parents, count = tree.parent.tolist(), len(chosen)
+    isopen = (chosen != NOT_OPENED).tolist()
+    above, below = [0] * count, [0] * count
+    for v in range(count):
+        up = parents[v]
+        above[v] = isopen[v] + (above[up] if up >= 0 else 0)
+    for v in range(count - 1, -1, -1):
+        below[v] += isopen[v]
+        up = parents[v]
+        if up >= 0:
+            below[up] = max(below[up], below[v])
+    return sum(above[v] + below[v] < levels for v in shut.tolist())
 
 
-def _indptr(counts: Sequence[int]) -> Int32:
-    out = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=out[1:])
-    return out
-
-
-def _flat(pages: Sequence[Sequence[int]]) -> Int32:
-    return np.array([p for run in pages for p in run], np.int32)
-
-
-def _int32(values: Sequence[int]) -> Int32:
-    return np.array(values, np.int32)
+def _positions(first: Int64, counts: Int64, indptr: Int32) -> Int32:
+    if len(counts) == int(indptr[-1]):
+        return first.astype(np.int32)
+    return (np.arange(int(indptr[-1])) + np.repeat(first - indptr[:-1], counts)).astype(np.int32)

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from engine.cache.node import Match, Node, common_prefix
 from engine.cache.pool import PagePool
 from engine.cache.tree import PrefixTree
-from engine.plan import StepCosts, StepPlan, StepResult
+from engine.plan import GateCosts, StepCosts, StepPlan, StepResult
 from engine.scheduling.assemble import Chunk, assemble
-from engine.scheduling.cascade import CascadeMode
+from engine.scheduling.cascade import CascadeMode, CascadePlanner, Rules
 from engine.scheduling.counters import Counters
 from engine.scheduling.policy import StepBudget
 from engine.scheduling.sequence import Sequence, State
@@ -33,7 +33,9 @@ LEARNING_RATE = 0.1
 
 
 class Limits(NamedTuple):
-    """What bounds the scheduler. `context` is prompt plus generated tokens of one sequence."""
+    """What bounds the scheduler, and how it cuts batches. `context` is prompt plus generated tokens of one
+    sequence, `token_bytes` the KV of a token in one of `layers` layers; cascade_levels count the private one.
+    """
 
     context: int
     max_running: int = 64
@@ -41,6 +43,10 @@ class Limits(NamedTuple):
     step_ms: float = 100.0
     align: int = 256
     cascade: CascadeMode = "auto"
+    cascade_levels: int = 4
+    gate: GateCosts = GateCosts()
+    token_bytes: int = 1
+    layers: int = 1
 
 
 class Event(NamedTuple):
@@ -63,7 +69,7 @@ class Scheduler:
         self.limits = limits
         self.costs = costs
         self.tables = PageTables(pool, self.tree)
-        self.counters = Counters()
+        self.counters = Counters(limits.layers * limits.token_bytes)
         self.paused = False  # no request begins; those that have begun go on
         self._sequences: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []
@@ -73,6 +79,16 @@ class Scheduler:
         self._wipe: list[int] = []
         self._in_flight: StepPlan | None = None
         self._next_id = 0
+        self._planner = CascadePlanner(
+            Rules(
+                pool.page_size,
+                limits.align,
+                limits.cascade,
+                limits.cascade_levels,
+                limits.gate,
+                limits.token_bytes,
+            )
+        )
         self._pace = 1.0  # how long steps take lately, as a multiple of what `costs` predicts
 
     # -- the door --------------------------------------------------------------------------------
@@ -154,9 +170,7 @@ class Scheduler:
         if not chunks:
             return None
         wipe, self._wipe = self._wipe, []
-        plan = assemble(
-            self.counters.steps, list(chunks.values()), self.pool.page_size, self.limits, tuple(wipe)
-        )
+        plan = assemble(self.counters.steps, list(chunks.values()), self._planner, tuple(wipe))
         self.counters.steps += 1
         self._in_flight = plan
         return plan
@@ -301,7 +315,7 @@ class Scheduler:
         """Take over what the step computed: publish pages, append tokens, end what has ended."""
         self._land(plan)
         self._learn(plan, result.seconds)
-        self.counters.ran(plan)
+        self.counters.ran(plan, result)
         tokens = dict(
             zip(plan.sample_sequences, zip(result.tokens, result.logprobs, strict=True), strict=True)
         )

@@ -49,7 +49,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Span], int, int]:
 @settings(deadline=None, max_examples=300, derandomize=True)
 def test_every_row_attends_to_exactly_its_own_context(batch: tuple[list[Span], int, int], mode: str) -> None:
     spans, size, align = batch
-    order, plan = plan_cascade(spans, size, align, mode)  # type: ignore[arg-type]
+    order, plan = plan_cascade(spans, size, align, mode, 2)  # type: ignore[arg-type]
     assert sorted(order) == list(range(len(spans)))
     rows = sum(s.rows for s in spans)
     for level in plan.levels:
@@ -74,7 +74,7 @@ def test_every_row_attends_to_exactly_its_own_context(batch: tuple[list[Span], i
 @settings(deadline=None, max_examples=200, derandomize=True)
 def test_groups_come_first_and_loners_stand_in_one_empty_segment(batch: tuple[list[Span], int, int]) -> None:
     spans, size, align = batch
-    order, plan = plan_cascade(spans, size, align, "auto")
+    order, plan = plan_cascade(spans, size, align, "auto", 2)
     grouped = [i for i, start in enumerate(plan.kv_start.tolist()) if start]
     assert grouped == list(range(len(grouped))), "a loner stands before a grouped sequence"
     assert plan.grouped_rows == sum(spans[order[i]].rows for i in grouped)
@@ -134,7 +134,7 @@ def tiles_shared(spans: list[Span], size: int, align: int) -> int:
 def test_no_other_grouping_reads_fewer_tiles(batch: tuple[list[Span], int, int]) -> None:
     spans, size, align = batch
     spans = spans[:6]
-    _, plan = plan_cascade(spans, size, align, "auto")
+    _, plan = plan_cascade(spans, size, align, "auto", 2)
     saved = 0
     if plan.groups:
         tiles = [len(p) * size // align for p in segments(plan.levels[0])]
@@ -156,7 +156,7 @@ def test_a_deep_group_does_not_keep_the_others_from_sharing_the_root() -> None:
     pages = Pages()
     paths = [(0, 0, 1), (0, 0, 2, 2, 2, 2), (0, 0, 2, 2, 2, 2), (0, 0, 2, 2, 2, 2), (0, 0, 3)]
     spans = [Span(pages.table(p, 1), len(p) * 4, 1) for p in paths]
-    order, plan = plan_cascade(spans, 4, 4, "auto")
+    order, plan = plan_cascade(spans, 4, 4, "auto", 2)
     assert plan.groups == 2
     assert plan.grouped_rows == 5
     starts = dict(zip(order, plan.kv_start.tolist(), strict=True))
@@ -170,7 +170,7 @@ def test_worked_example() -> None:
     tables = [root + a + [10 + i] for i in range(4)] + [root + b + [20 + i] for i in range(3)]
     tables += [[*c, 30 + i] for i in range(2)] + [[40, 41, 42]]
     spans = [Span(t, len(t) * 4 - 2, 1) for t in tables]
-    order, plan = plan_cascade(spans, 4, 4, "auto")
+    order, plan = plan_cascade(spans, 4, 4, "auto", 2)
     assert order == list(range(10))
     shared, private = plan.levels
     assert shared.qo_indptr.tolist() == [0, 4, 7, 9, 10]

@@ -4,6 +4,7 @@ HeadwaterError
 ├── ConfigError              a setting is bad; the start stops
 ├── ModelError               a model can't be found, read or served
 │   └── UnsupportedModel     its architecture or a feature of it isn't served
+├── KernelUnavailable        the CPU kernel can't be compiled or loaded here
 ├── RequestError             the request can't be served as it is (HTTP 400)
 │   └── ContextLengthExceeded    prompt at or over the context limit
 ├── EngineUnavailable        starting, draining or failed (HTTP 503)
@@ -28,6 +29,10 @@ class ModelError(HeadwaterError):
 
 class UnsupportedModel(ModelError):
     """The model's architecture, or a feature it relies on, is not served."""
+
+
+class KernelUnavailable(HeadwaterError):
+    """The CPU kernel can't be compiled or loaded here; another executor serves."""
 
 
 class RequestError(HeadwaterError):

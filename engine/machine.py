@@ -48,6 +48,15 @@ def calm_openmp() -> None:
         os.environ["GOMP_SPINCOUNT"] = _SPINS
 
 
+def cache_dir() -> Path:
+    """The user's folder for what can be had again: HEADWATER_CACHE_DIR, else `headwater` in the XDG cache."""
+    own = os.environ.get("HEADWATER_CACHE_DIR")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "headwater"
+
+
 def usable_cpus(root: Path = _ROOT, affinity: int | None = None) -> int:
     """CPUs this process may keep busy: its affinity, cut by the CPU quota of its control groups, 1 or more.
 
@@ -83,6 +92,14 @@ def cpu_features(root: Path = _ROOT) -> tuple[str, ...]:
             flags = set(value.split())
             break
     return tuple(feature for feature in _FEATURES if feature in flags)
+
+
+def cpu_identity(root: Path = _ROOT) -> tuple[str, ...]:
+    """What decides the code that a compiler makes for this CPU: its model and all it can do."""
+    wanted = ("vendor_id", "cpu family", "model", "model name", "flags", "Features")
+    first = (_read(root / "proc/cpuinfo") or "").split("\n\n")[0]
+    lines = (line.partition(":") for line in first.splitlines())
+    return tuple(f"{name.strip()}={value.strip()}" for name, _, value in lines if name.strip() in wanted)
 
 
 def fingerprint(parts: Sequence[str]) -> str:

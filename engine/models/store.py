@@ -21,6 +21,7 @@ from typing import Literal
 
 import msgspec
 
+from engine import machine
 from engine.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -72,12 +73,8 @@ def known_models() -> tuple[KnownModel, ...]:
 
 
 def models_dir() -> Path:
-    """The user's folder of fetched models: HEADWATER_CACHE_DIR, else the XDG cache, and `models` in it."""
-    own = os.environ.get("HEADWATER_CACHE_DIR")
-    if own:
-        return Path(own).expanduser() / "models"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "headwater" / "models"
+    """The user's folder of fetched models: `models` in the cache folder."""
+    return machine.cache_dir() / "models"
 
 
 def resolve(model: str) -> ModelLocation:

@@ -1,0 +1,171 @@
+// The C interface of the CPU kernel; see its users in engine/kernels/library.py. Sizes and indices are checked
+// there: nothing here checks again.
+#include "decoder.h"
+
+using namespace headwater;
+
+namespace {
+
+#if defined(__AVX512BF16__)
+constexpr bool kBf16 = true;
+#else
+constexpr bool kBf16 = false;
+using bf16 = float;  // never called with it
+#endif
+
+// call(T()) with the element type of a dtype: 2 bytes are bf16, 4 fp32.
+template <class Call>
+void typed(int bytes, Call call) {
+  if (bytes == 4)
+    call(float());
+  else
+    call(bf16());
+}
+
+void fit(std::vector<uint8_t>& buffer, int64_t bytes) {
+  if (static_cast<int64_t>(buffer.size()) < bytes) buffer.resize(bytes);
+}
+
+}  // namespace
+
+extern "C" {
+
+// What this build is: vector lanes, and whether it has bf16.
+int headwater_lanes() { return kLanes; }
+int headwater_panel() { return kPanel; }
+int headwater_has_bf16() { return kBf16; }
+
+Step* headwater_step_new(const KvPool* pool, int threads) {
+  Step* step = new Step;
+  step->pool = *pool, step->threads = threads;
+  step->scratch.resize(threads);
+  return step;
+}
+
+void headwater_step_free(Step* step) { delete step; }
+
+// Seconds that thread 0 spent in each Phase since the last call; reading clears them.
+void headwater_step_seconds(Step* step, double* out) {
+  for (int i = 0; i < kPhases; ++i) out[i] = step->seconds[i], step->seconds[i] = 0.0;
+}
+
+// Prepare a step: levels of a plan, the private one last. The arrays must live until the step is over.
+void headwater_step_begin(Step* step, int bytes, int64_t rows, const int32_t* positions, const int64_t* slots,
+                          const Segments* levels, int count) {
+  step->work.rows = static_cast<int>(rows);
+  step->work.positions = positions;
+  step->slots = slots;
+  Cutter cutter(step->pool, step->threads, step->work);
+  for (int i = 0; i + 1 < count; ++i) cutter.shared(levels[i]);
+  cutter.own(levels[count - 1]);
+  cutter.finish();
+  for (Scratch& scratch : step->scratch) scratch.fit(step->pool, bytes);
+  fit(step->q, rows * step->pool.heads * step->pool.head_dim * bytes);
+}
+
+// KV rows in and out of pages: rows is [n, 2, kv_heads, head_dim].
+void headwater_write_rows(const KvPool* pool, int bytes, int layer, int64_t n, const int64_t* slots, const void* rows) {
+  typed(bytes, [&](auto kind) {
+    using T = decltype(kind);
+    const Pages<T> kv(*pool, layer);
+    const int64_t half = static_cast<int64_t>(pool->kv_heads) * pool->head_dim;
+    const T* from = static_cast<const T*>(rows);
+    for (int64_t i = 0; i < n; ++i, from += 2 * half)
+      for (int h = 0; h < pool->kv_heads; ++h)
+        kv.write(slots[i], h, from + h * pool->head_dim, from + half + h * pool->head_dim);
+  });
+}
+
+void headwater_read_rows(const KvPool* pool, int bytes, int layer, int64_t n, const int64_t* slots, void* rows) {
+  typed(bytes, [&](auto kind) {
+    using T = decltype(kind);
+    const Pages<T> kv(*pool, layer);
+    T* to = static_cast<T*>(rows);
+    for (int64_t i = 0; i < n; ++i)
+      for (int part = 0; part < 2; ++part)
+        for (int h = 0; h < pool->kv_heads; ++h) {
+          const int64_t page = slots[i] / pool->page_size;
+          const int offset = static_cast<int>(slots[i] % pool->page_size);
+          for (int d = 0; d < pool->head_dim; ++d)
+            *to++ = part ? kv.values(page, h)[kv.value_at(offset, d)] : kv.keys(page, h)[kv.key_at(offset, d)];
+        }
+  });
+}
+
+// Write the rows' KV, then attend, in one layer. Rows of q [heads, head_dim], k and v [kv_heads, head_dim] are
+// dense and stand q_stride, k_stride and v_stride elements apart. out is [rows, heads, head_dim].
+void headwater_attend(Step* step, int bytes, int layer, const void* q, int64_t q_stride, const void* k,
+                      int64_t k_stride, const void* v, int64_t v_stride, void* out) {
+  typed(bytes, [&](auto kind) {
+    using T = decltype(kind);
+    const KvPool& pool = step->pool;
+    const Pages<T> kv(pool, layer);
+    const int rows = step->work.rows, dim = pool.head_dim, group = pool.heads / pool.kv_heads;
+    T* packed = reinterpret_cast<T*>(step->q.data());
+#pragma omp parallel num_threads(step->threads)
+    {
+      Clock clock(step->seconds);
+#pragma omp for schedule(static)
+      for (int row = 0; row < rows; ++row)
+        for (int h = 0; h < pool.kv_heads; ++h) {
+          std::memcpy(packed + (static_cast<int64_t>(h) * rows + row) * group * dim,
+                      static_cast<const T*>(q) + row * q_stride + h * group * dim, group * dim * sizeof(T));
+          kv.write(step->slots[row], h, static_cast<const T*>(k) + row * k_stride + h * dim,
+                   static_cast<const T*>(v) + row * v_stride + h * dim);
+        }
+      clock.mark(kRotate);
+      attend_all(pool, layer, step->work, packed, step->scratch[omp_get_thread_num()], static_cast<T*>(out));
+      clock.mark(kAttend);
+    }
+  });
+}
+
+// A whole step up to the final norm: hidden fp32 [rows, hidden].
+void headwater_forward(const Model* model, Step* step, int bytes, const int64_t* tokens, float* hidden) {
+  const int64_t rows = step->work.rows, fused = static_cast<int64_t>(model->heads + 2 * model->kv_heads) * model->head_dim;
+  fit(step->attended, rows * model->heads * model->head_dim * bytes);
+  fit(step->x, rows * model->hidden * bytes);
+  fit(step->wide, rows * model->wide * bytes);
+  if (static_cast<int64_t>(step->qkv.size()) < rows * fused) step->qkv.resize(rows * fused);
+  typed(bytes, [&](auto kind) {
+    using T = decltype(kind);
+    const T* embedding = static_cast<const T*>(model->embedding);
+#pragma omp parallel num_threads(step->threads)
+    {
+      Clock clock(step->seconds);
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < rows; ++row)
+        for (int i = 0; i < model->hidden; i += kLanes)
+          store(hidden + row * model->hidden + i, Element<T>::widen(embedding + tokens[row] * model->hidden + i));
+      run_layers<T>(*model, *step, hidden, clock);
+    }
+  });
+}
+
+// Logits of n rows of hidden fp32 [n, hidden]: out fp32 [n, ldo], ldo being the vocabulary padded to panels.
+void headwater_logits(const Model* model, int threads, int bytes, int64_t n, const float* hidden, void* x, float* out,
+                      int64_t ldo) {
+  typed(bytes, [&](auto kind) {
+    using T = decltype(kind);
+    T* normed = static_cast<T*>(x);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < n; ++row)
+        rms_norm(hidden + row * model->hidden, model->final_norm, model->eps, model->hidden,
+                 normed + row * model->hidden);
+      multiply<T, false>(model->head, normed, static_cast<int>(n), out, ldo);
+    }
+  });
+}
+
+// One linear alone: out fp32 [rows, ldo].
+void headwater_linear(const Linear* linear, int threads, int bytes, int64_t rows, const void* x, float* out, int64_t ldo) {
+  typed(bytes, [&](auto kind) {
+    using T = decltype(kind);
+#pragma omp parallel num_threads(threads)
+    multiply<T, false>(*linear, static_cast<const T*>(x), static_cast<int>(rows), out, ldo);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,118 @@
+// From the checked levels of a cascade plan to items of work.
+#pragma once
+
+#include "attention.h"
+
+namespace headwater {
+
+// One level: segment s holds rows [first[s], first[s] + rows[s]), which attend to the absolute tokens
+// [start[s], start[s] + tokens[s]) in pages[page_indptr[s] ...]. The caller has checked all of it.
+struct Segments {
+  int64_t count;
+  const int64_t *first, *rows, *start, *tokens, *page_indptr, *pages;
+};
+
+// Cuts levels, shared ones first, into items. Where many rows read the same segment, an item folds all tiles of
+// it at once, going on from what the level before left; else every tile is an item of its own, so that all
+// threads are busy for one long sequence too. No bit depends on how it is cut.
+class Cutter {
+ public:
+  Cutter(const KvPool& pool, int threads, Work& work)
+      : pool_(pool), work_(work), block_(kBlockRows / (pool.heads / pool.kv_heads)),
+        many_(block_ * std::max(1, (4 * threads + pool.kv_heads - 1) / pool.kv_heads)), folds_(work.rows, 0) {
+    work.items.clear();
+    work.merged.clear();
+    work.states.assign(work.rows, 0);
+  }
+
+  void shared(const Segments& level) {
+    for (int64_t s = 0; s < level.count; ++s) {
+      const int first = static_cast<int>(level.first[s]), end = first + static_cast<int>(level.rows[s]);
+      const int tiles = static_cast<int>(level.tokens[s] / pool_.tile);
+      if (!tiles || first == end) continue;
+      const bool folds = can_fold(first, end);
+      for (int row = first, count; row < end; row += count) {
+        count = alike(row, std::min(end, row + block_));
+        add({row, count, 0, tile_of(level, s), tiles, 0, false, false, false, pages_of(level, s), 0}, folds);
+      }
+    }
+  }
+
+  // The last level: a segment a sequence, causal. Its rows are cut at the edges of tiles as well.
+  void own(const Segments& level) {
+    for (int64_t s = 0; s < level.count; ++s) {
+      const int first = static_cast<int>(level.first[s]), end = first + static_cast<int>(level.rows[s]);
+      const bool folds = first < end && can_fold(first, end);
+      for (int row = first, count; row < end; row += count) {
+        const int last = work_.positions[row] / pool_.tile, tile = tile_of(level, s);
+        const int edge = row + (last + 1) * pool_.tile - work_.positions[row];
+        count = alike(row, std::min({end, row + block_, edge}));
+        const bool final = folds || (last == tile && work_.states[row] == 0);
+        add({row, count, 0, tile, last - tile + 1, 0, false, final, true, pages_of(level, s), 0}, folds);
+        for (int r = row; r < row + count && !final; ++r) work_.merged.push_back(r);
+      }
+    }
+  }
+
+  // Order items by phase and lay out the states.
+  void finish() {
+    auto& items = work_.items;
+    std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.phase < b.phase; });
+    work_.phases.assign(1, 0);
+    for (size_t i = 1; i <= items.size(); ++i)
+      if (i == items.size() || items[i].phase != items[i - 1].phase) work_.phases.push_back(static_cast<int>(i));
+    int64_t states = 0;
+    work_.base.resize(work_.rows);
+    for (int row = 0; row < work_.rows; ++row) work_.base[row] = states, states += work_.states[row];
+    const size_t count = static_cast<size_t>(states) * pool_.heads;
+    if (work_.weights.size() < 2 * count) work_.weights.resize(2 * count), work_.values.resize(count * pool_.head_dim);
+  }
+
+ private:
+  int tile_of(const Segments& level, int64_t s) const { return static_cast<int>(level.start[s] / pool_.tile); }
+  static const int64_t* pages_of(const Segments& level, int64_t s) { return level.pages + level.page_indptr[s]; }
+
+  // Rows fold if they are many, and if all that they have read so far was folded.
+  bool can_fold(int first, int end) const {
+    for (int row = first; row < end; ++row)
+      if (work_.states[row] > (folds_[row] ? 1 : 0)) return false;
+    return end - first >= many_;
+  }
+
+  // How many rows from `row` on have come equally far.
+  int alike(int row, int end) const {
+    int next = row + 1;
+    while (next < end && work_.states[next] == work_.states[row] && folds_[next] == folds_[row]) ++next;
+    return next - row;
+  }
+
+  // Add an item for each KV head, and for each tile unless it folds, and count the states of its rows.
+  void add(Item item, bool folds) {
+    const int before = work_.states[item.row];
+    item.carried = folds && before > 0;
+    item.phase = folds ? folds_[item.row] : 0;
+    item.slot = folds ? 0 : before;
+    const int cuts = folds ? 1 : item.tiles, last = item.tile + item.tiles - 1;
+    for (int cut = 0; cut < cuts; ++cut) {
+      Item part = item;
+      if (!folds) {
+        part.tile = item.tile + cut, part.tiles = 1, part.slot = before + cut;
+        part.pages = item.pages + static_cast<int64_t>(cut) * (pool_.tile / pool_.page_size);
+        part.causal = item.causal && part.tile == last;
+      }
+      for (part.kv_head = 0; part.kv_head < pool_.kv_heads; ++part.kv_head) work_.items.push_back(part);
+    }
+    const int states = folds ? std::max(before, item.final ? 0 : 1) : item.final ? 0 : before + item.tiles;
+    for (int row = item.row; row < item.row + item.rows; ++row) {
+      work_.states[row] = states;
+      if (folds) ++folds_[row];
+    }
+  }
+
+  const KvPool& pool_;
+  Work& work_;
+  const int block_, many_;
+  std::vector<int> folds_;  // how many levels a row has folded
+};
+
+}  // namespace headwater

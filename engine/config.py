@@ -34,9 +34,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Arithmetic; auto is bfloat16 where the CPU has it natively, else float32"),
     ] = "auto"
     executor: Annotated[
-        Literal["cpu", "reference"],
-        Meta(description="Attention executor; reference is flat fp32, slow, the oracle of the tests"),
+        Literal["cpu", "compiled", "torch", "reference", "flashinfer"],
+        Meta(
+            description="What computes: cpu is compiled where there is a C++ compiler, else torch;"
+            " flashinfer runs the model on an NVIDIA GPU; reference is flat fp32, slow, the oracle of the tests"
+        ),
     ] = "cpu"
+    deterministic: Annotated[
+        bool,
+        Meta(
+            description="On an NVIDIA GPU: equal bits whatever runs beside a row, by flat attention, fixed"
+            " shapes and no graphs, slower; CPU executors give equal bits always"
+        ),
+    ] = False
     threads: Annotated[
         int, Meta(ge=0, le=1024, description="Compute threads; 0 takes affinity and cgroup quota")
     ] = 0
@@ -73,6 +83,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_failed_steps: Annotated[
         int, Meta(ge=1, le=1000, description="Failed steps in a row after which the process ends")
     ] = 3
+
+    @property
+    def align(self) -> int:
+        """Tokens to which shared spans are cut: whole tiles where grouping must change no bit, else pages."""
+        return self.page_size if self.executor == "flashinfer" else self.tile
+
+    @property
+    def grouping(self) -> Literal["off", "auto", "force"]:
+        """How shared prefixes are used: not, where equal bits are wanted that only flat attention has."""
+        flat = self.deterministic and self.executor == "flashinfer" and self.cascade == "auto"
+        return "off" if flat else self.cascade
 
 
 class Setting(NamedTuple):

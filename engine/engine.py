@@ -311,8 +311,8 @@ class Engine:
             max_running=config.max_running,
             max_step_tokens=config.max_step_tokens,
             step_ms=config.step_ms,
-            align=config.tile,
-            cascade=config.cascade,
+            align=config.align,
+            cascade=config.grouping,
         )
         return Scheduler(PagePool(info.num_pages, info.page_size), limits, self._runner.costs)
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
+import os
+import shutil
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
 from engine.attention.base import AttentionBackend, KvShape
+from engine.attention.compiled import CompiledAttention
 from engine.attention.cpu import CpuAttention
 from engine.attention.reference import ReferenceAttention
+from engine.kernels.library import Library, load_library
 from engine.plan import StepPlan
 from tests.engine.attention.plans import Member, step_plan
 
-EXECUTORS = ("torch", "compiled") if importlib.util.find_spec("engine.attention.compiled") else ("torch",)
+# Without a compiler there is no compiled kernel; with one, a kernel that can't be built is a failure.
+COMPILERS = (os.environ.get("CXX", "g++"), "clang++", "c++")
+EXECUTORS = ("torch", "compiled") if any(map(shutil.which, COMPILERS)) else ("torch",)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 # The pages that each can have.
 PAGE_SIZES = {"torch": (1, 4, 16), "compiled": (16,)}
@@ -29,9 +35,13 @@ def build(
         return ReferenceAttention(shape, align=tile)
     if name == "torch":
         return CpuAttention(shape, dtype, tile=tile)
-    from engine.attention.compiled import CompiledAttention
+    return CompiledAttention(kernel(), shape, dtype, tile=tile, threads=threads)
 
-    return CompiledAttention(shape, dtype, tile=tile, threads=threads)
+
+@cache
+def kernel() -> Library:
+    """The compiled kernel, compiled at most once a run."""
+    return load_library()
 
 
 def all_slots(shape: KvShape) -> torch.Tensor:

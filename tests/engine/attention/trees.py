@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from engine.plan import StepPlan
+from engine.plan import CascadePlan, StepPlan
 from engine.scheduling.cascade import Span, plan_cascade
 
 # Sequences grow until the pool holds this many tokens: the oracle takes one row at a time.
@@ -86,18 +86,16 @@ def grow(rng: random.Random, page_size: int, tile: int, depth: int, count: int, 
 
 def planned(tree: Tree, levels: int) -> tuple[list[int], StepPlan]:
     """The planner's plan of at most `levels` levels: (which sequence stands where, the step)."""
-    mode = "off" if levels == 1 else "force"
-    order, attention = plan_cascade(tree.spans, tree.page_size, tree.tile, mode)
+    order, attention = plan_cascade(tree.spans, tree.page_size, tree.tile, "force", levels)
     return order, step([tree.spans[i] for i in order], attention, tree.page_size)
 
 
 def flat(spans: Sequence[Span], page_size: int, tile: int) -> StepPlan:
     """These sequences in this order, sharing nothing."""
-    _, attention = plan_cascade(spans, page_size, tile, "off")
-    return step(spans, attention, page_size)
+    return step(spans, plan_cascade(spans, page_size, tile, "off").attention, page_size)
 
 
-def step(spans: Sequence[Span], attention: object, page_size: int) -> StepPlan:
+def step(spans: Sequence[Span], attention: CascadePlan, page_size: int) -> StepPlan:
     """A step of sequences that stand in the plan's order."""
     positions = [np.arange(s.start, s.start + s.rows) for s in spans]
     slots = [

@@ -18,7 +18,7 @@ from engine.plan import CascadeLevel, CascadePlan, GateCosts, Int32, Int64
 from engine.scheduling.folding import NOT_OPENED, Prices, fold
 from engine.scheduling.gate import prices
 from engine.scheduling.segments import Forest, arrange, private_level, shared_levels
-from engine.scheduling.sharing import Sharing, share, tile_keys
+from engine.scheduling.sharing import Keys, Sharing, share, tile_keys
 
 CascadeMode = Literal["off", "auto", "force"]
 
@@ -99,13 +99,12 @@ class CascadePlanner:
 
     def _anew(self, tables: list[Sequence[int]], starts: list[int], rows: list[int]) -> Planned:
         rules = self.rules
-        known: set[int] | None = None
+        keys: Keys | None = None
         forest, refused = None, 0
         if rules.mode != "off" and rules.levels > 1 and len(tables) > 1:
             keys = tile_keys(tables, starts, rules.page_size, rules.align)
-            known = keys.known
-            if any(keys.runs):
-                forest, refused = self._open(share(keys.runs), sum(rows))
+            if len(keys.pages):
+                forest, refused = self._open(share(keys), sum(rows))
         order, kv_start, members = list(range(len(tables))), np.zeros(len(tables), np.int32), 0
         if forest is not None:
             order, members = forest.order, forest.members
@@ -132,7 +131,7 @@ class CascadePlanner:
         )
         planned = Planned(order, attention)
         decoding = int(indptr[-1]) == len(rows)
-        self._last = _Last(tables, starts, own_tables, known, planned) if decoding else None
+        self._last = _Last(tables, starts, own_tables, keys, planned) if decoding else None
         return planned
 
     def _open(self, tree: Sharing, rows: int) -> tuple[Forest | None, int]:
@@ -150,21 +149,23 @@ class CascadePlanner:
 
 
 class _Last:
-    """The step before, in which every sequence ran one row. `known` are pages in which shared tiles would
-    end (None where nothing is shared by rule); own_tables are the tables in the plan's order."""
+    """The step before, in which every sequence ran one row. `keys` are its tiles (None where nothing is
+    shared by rule), `completed` the last pages of tiles that sequences have completed since they were
+    gathered; own_tables are the tables in the plan's order."""
 
     def __init__(
         self,
         tables: list[Sequence[int]],
         starts: list[int],
         own_tables: list[Sequence[int]],
-        known: set[int] | None,
+        keys: Keys | None,
         planned: Planned,
     ) -> None:
         self._tables = tables
         self._starts = np.array(starts, np.int64)
         self.own_tables = own_tables
-        self.known = known
+        self.keys = keys
+        self.completed = set[int]()
         self.planned = planned
 
     def goes_on(self, tables: list[Sequence[int]], starts: list[int], rows: list[int]) -> bool:
@@ -186,7 +187,7 @@ def _grown(last: _Last, rules: Rules) -> Planned | None:
     full = private.last_page_len == size
     turned = np.flatnonzero(full).tolist()
     if turned:
-        if last.known is not None and not _unshared(last, positions, turned, rules):
+        if last.keys is not None and not _unshared(last, last.keys, positions, turned, rules):
             return None
         private = _turned(private, last.own_tables, positions, turned, size)
     private = private._replace(last_page_len=np.where(full, np.int32(1), old.levels[-1].last_page_len + 1))
@@ -195,17 +196,15 @@ def _grown(last: _Last, rules: Rules) -> Planned | None:
     return last.planned
 
 
-def _unshared(last: _Last, positions: Int32, turned: list[int], rules: Rules) -> bool:
+def _unshared(last: _Last, keys: Keys, positions: Int32, turned: list[int], rules: Rules) -> bool:
     """Note the tiles that were completed; False where another sequence may hold one of them."""
-    known = last.known
-    assert known is not None
     for i in turned:
         start = int(positions[i])
         if start % rules.align == 0:
             page = last.own_tables[i][start // rules.page_size - 1]
-            if page in known:
+            if page in last.completed or keys.hold(page):
                 return False
-            known.add(page)
+            last.completed.add(page)
     return True
 
 

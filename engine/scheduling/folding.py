@@ -111,9 +111,7 @@ class _Program:
             below = (tree.direct[low:high] * prices.tile)[:, None] * ends[:, moves.deepest]
             if len(best):
                 up = tree.parent[high : high + len(best)] - low
-                by_parent = np.argsort(up, kind="stable")
-                parents, first = np.unique(up[by_parent], return_index=True)
-                below[parents] += np.add.reduceat(best[by_parent], first, axis=0)
+                below += _sums(best, up, high - low)
             best = below[:, moves.keep]
             option = np.zeros(best.shape, np.int64)
             for o in range(len(moves.base)):
@@ -139,6 +137,16 @@ class _Program:
             begins = self._nodes[rank][rows, moves.base[opened, state]]
             above[low:high] = np.where(option > 0, begins, NOT_OPENED)
         return above
+
+
+def _sums(values: Int64, owner: Int64, owners: int) -> Int64:
+    """Add up the rows of `values` that each owner has: [owners, values.shape[1]]."""
+    running = np.zeros((len(values) + 1, values.shape[1]), np.int64)
+    np.cumsum(values[np.argsort(owner, kind="stable")], axis=0, out=running[1:])
+    ends = np.zeros(owners + 1, np.int64)
+    np.cumsum(np.bincount(owner, minlength=owners), out=ends[1:])
+    sums: Int64 = np.diff(running[ends], axis=0)
+    return sums
 
 
 @lru_cache(maxsize=64)

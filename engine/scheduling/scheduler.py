@@ -456,4 +456,4 @@ class Scheduler:
             while node is not None:
                 path[:0] = node.pages
                 node = node.parent
-            assert path == seq.table[: seq.shared], f"{seq} and its path in the tree differ"
+            assert path == seq.table[: seq.shared].tolist(), f"{seq} and its path in the tree differ"

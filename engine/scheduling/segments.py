@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from engine.plan import CascadeLevel, Int32, Int64
 from engine.scheduling.folding import FROM_START, NOT_OPENED
-from engine.scheduling.sharing import Sharing
+from engine.scheduling.sharing import Sharing, flatten
 
 
 class Forest(NamedTuple):
@@ -162,7 +161,4 @@ def _ragged(runs: Sequence[Sequence[int]]) -> tuple[Int32, Int32]:
     """Runs one after another: (index pointer, values)."""
     indptr = np.zeros(len(runs) + 1, np.int32)
     np.cumsum(np.fromiter(map(len, runs), np.int32, len(runs)), out=indptr[1:])
-    flat = array("i")
-    for run in runs:
-        flat.extend(run)
-    return indptr, np.frombuffer(flat, np.int32) if len(flat) else np.empty(0, np.int32)
+    return indptr, flatten(runs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -10,6 +11,10 @@ from engine.types import CacheReceipt, EngineRequest, FinishReason
 
 if TYPE_CHECKING:
     from engine.cache.node import Node
+
+
+PAGE_TYPE = "i"
+"""Page tables are arrays of this type, 32 bits: plans copy thousands of entries out of them in each step."""
 
 
 class State(Enum):
@@ -58,7 +63,7 @@ class Sequence:
         self.computed = 0
         self.high_water = 0
         self.target = 0
-        self.table: list[int] = []
+        self.table = array(PAGE_TYPE)
         self.shared = 0
         self.node: Node | None = None
         self.tail: Node | None = None

@@ -6,14 +6,14 @@ and all before it, and two sequences that hold the same page there share everyth
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from engine.plan import Int64
+from engine.plan import Int32, Int64
 
 
 class Sharing(NamedTuple):
@@ -45,11 +45,16 @@ class Sharing(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Last pages of tiles. `runs[i]` are those of sequence i, empty where nobody shares its first tile;
-    `known` holds every page that a tile of another sequence would have to end in to be shared."""
+    """Last pages of tiles that may be shared. `pages` are those of all sequences one after another,
+    lengths[i] of sequence i, none where nobody else holds its first tile; firsts[i] is the first, or 0."""
 
-    runs: list[Sequence[int]]
-    known: set[int]
+    pages: Int32
+    lengths: Int64
+    firsts: list[int]
+
+    def hold(self, page: int) -> bool:
+        """Whether a sequence that completed a tile with this page would share it with another."""
+        return page in self.firsts or bool((self.pages == page).any())
 
 
 def tile_keys(tables: Sequence[Sequence[int]], starts: Sequence[int], page_size: int, align: int) -> Keys:
@@ -63,27 +68,23 @@ def tile_keys(tables: Sequence[Sequence[int]], starts: Sequence[int], page_size:
         table[step - 1 : end : step] if holders[first] > 1 else ()
         for table, end, first in zip(tables, ends, firsts, strict=True)
     ]
-    known = set(firsts)
-    known.update(*runs)
-    known.discard(0)
-    return Keys(runs, known)
+    return Keys(flatten(runs), np.fromiter(map(len, runs), np.int64, len(runs)), firsts)
 
 
-def share(runs: Sequence[Sequence[int]]) -> Sharing:
-    """Build the tree from each sequence's tile keys.
+def share(keys: Keys) -> Sharing:
+    """Build the tree.
 
     Down a sequence's tiles the number of sequences that hold the tile can only fall, and the same number
     means the same sequences; so a node ends where the number changes.
     """
-    lengths = np.fromiter(map(len, runs), np.int64, len(runs))
-    total = int(lengths.sum())
-    keys = np.fromiter(chain.from_iterable(runs), np.int64, total)
-    holders = np.bincount(keys)[keys] if total else keys
-    owner = np.repeat(np.arange(len(runs)), lengths)
+    pages, lengths = keys.pages, keys.lengths
+    total = len(pages)
+    holders = np.bincount(pages)[pages] if total else pages
+    owner = np.repeat(np.arange(len(lengths)), lengths)
     ends = np.ones(total, np.bool_)
     ends[:-1] = (owner[1:] != owner[:-1]) | (holders[1:] != holders[:-1])
     at = np.flatnonzero(ends & (holders > 1))
-    page, who = keys[at], owner[at]
+    page, who = pages[at], owner[at]
     tiles = at - (np.cumsum(lengths) - lengths)[who] + 1
     begins = np.ones(len(at), np.bool_)
     begins[1:] = who[1:] != who[:-1]
@@ -99,7 +100,15 @@ def share(runs: Sequence[Sequence[int]]) -> Sharing:
     number = number[first[page]]
 
     parent = np.where(rank[chosen] > 0, number[chosen - 1], -1) if len(at) else np.empty(0, np.int64)
-    node = np.full(len(runs), -1, np.int64)
+    node = np.full(len(lengths), -1, np.int64)
     node[who] = number  # a sequence's deepest node comes last
     direct = np.bincount(node[node >= 0], minlength=len(chosen)).astype(np.int64)
     return Sharing(parent, tiles[chosen], rank[chosen], direct, node)
+
+
+def flatten(runs: Sequence[Sequence[int]]) -> Int32:
+    """Runs of pages one after another; those that are arrays already are copied as memory."""
+    flat = array("i")
+    for run in runs:
+        flat.extend(run)
+    return np.frombuffer(flat, np.int32) if len(flat) else np.empty(0, np.int32)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
+
 from engine.cache.node import Match, Node
 from engine.cache.pool import PagePool
 from engine.cache.tree import PrefixTree
 from engine.plan import RowCopy
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import PAGE_TYPE, Sequence
 
 
 class PageTables:
     """The only writer of `Sequence.table`, `shared`, `node` and `tail`.
 
-    No call leaves a page in two places: it is free, in one node, or private to one table.
+    No call leaves a page in two places: it is free, in one node, or private to one table. A table is one
+    object from `attach` to `release`; while it lives, its pages before the last committed full one stay as
+    they are, which is what cached plans rely on.
     """
 
     def __init__(self, pool: PagePool, tree: PrefixTree) -> None:
@@ -36,7 +40,7 @@ class PageTables:
         it stays pinned, and the caller unpins it when the step that copies has been committed.
         """
         seq.node = self.tree.pin(match)
-        seq.table = list(match.pages)
+        seq.table = array(PAGE_TYPE, match.pages)
         seq.shared = len(match.pages)
         seq.computed = match.length
         if match.partial is None:
@@ -52,7 +56,9 @@ class PageTables:
 
     def grow(self, seq: Sequence, end: int) -> None:
         """Take pages to hold tokens [0, end). The caller has seen that they are available."""
-        seq.table += self._take(self.missing(seq, end))
+        missing = self.missing(seq, end)
+        if missing > 0:
+            seq.table.extend(self._take(missing))
 
     def publish(self, seq: Sequence, *, tail: bool) -> None:
         """Put committed full pages into the tree; if `tail`, name the rows of the last page there too."""
@@ -65,7 +71,7 @@ class PageTables:
             done = self.tree.extend(
                 seq.node, seq.tokens[seq.shared * size : full * size], seq.table[seq.shared : full]
             )
-            seq.table[seq.shared : full] = done.pages
+            seq.table[seq.shared : full] = array(PAGE_TYPE, done.pages)
             seq.node, seq.shared = done.node, full
             self.collapsed_pages += done.collapsed
         rows = seq.computed - full * size
@@ -96,20 +102,21 @@ class PageTables:
         Returns them: they must be wiped before anyone reads them.
         """
         self._take_back_tail(seq)
-        own = seq.table[seq.shared :]
+        own = seq.table[seq.shared :].tolist()
         self.pool.give(own)
         self._forget(seq)
         return own
 
     def private_pages(self, seq: Sequence) -> list[int]:
         """Pages that stand in this table only."""
-        return seq.table[seq.shared + (1 if seq.tail is not None and seq.tail.attached else 0) :]
+        own = seq.shared + (1 if seq.tail is not None and seq.tail.attached else 0)
+        return seq.table[own:].tolist()
 
     def _forget(self, seq: Sequence) -> None:
         if seq.node is not None:
             self.tree.unpin(seq.node)
         seq.node = seq.tail = None
-        seq.table, seq.shared, seq.computed, seq.target = [], 0, 0, 0
+        seq.table, seq.shared, seq.computed, seq.target = array(PAGE_TYPE), 0, 0, 0
 
     def _take_back_tail(self, seq: Sequence) -> None:
         if seq.tail is not None:

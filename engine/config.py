@@ -37,7 +37,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["cpu", "compiled", "torch", "reference", "flashinfer"],
         Meta(
             description="What computes: cpu is compiled where there is a C++ compiler, else torch;"
-            " flashinfer runs the model on an NVIDIA GPU; reference is flat fp32, slow, the oracle of the tests"
+            " flashinfer runs the model on an NVIDIA GPU; reference is flat fp32, slow, for comparison"
         ),
     ] = "cpu"
     deterministic: Annotated[

@@ -9,19 +9,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine import costs, machine, probe
-from engine.attention.base import AttentionBackend, KvReads, KvShape
-from engine.attention.cpu import CpuAttention
-from engine.attention.reference import ReferenceAttention
+from engine import costs, executors, machine, probe
+from engine.attention.base import KvReads
+from engine.attention.flashinfer_library import require_cuda
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.models import store
+from engine.models import cuda_setup, store
 from engine.models.decoder import Decoder
-from engine.models.linear import has_packed_linear, native_bf16
-from engine.models.loader import load_model
-from engine.pipeline import Pipeline, finite_rows
+from engine.models.native import NativeDecoder
+from engine.pipeline import Padding, Pipeline, finite_rows
 from engine.plan import StepCosts, StepPlan, StepResult
-from engine.sampling.sampler import Sampler
 from engine.types import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -56,16 +53,16 @@ class Runner:
         Sets torch's thread count for the calling thread, which must be the one that runs steps. Raises
         ConfigError for a pool that is too small or larger than the memory, ModelError for the model.
         """
+        if config.executor == "flashinfer":
+            require_cuda()
         threads = config.threads or machine.usable_cpus()
         torch.set_num_threads(threads)
         location = store.resolve(config.model)
-        decoder, notes = _load_decoder(config, location)
+        decoder, notes = executors.load_decoder(config, location)
         with torch.inference_mode():
-            verdict = probe.probe(_probe_pipeline(config, decoder))
+            verdict = _verdict(config, decoder)
         pages = _pool_pages(config, decoder)
-        shape = _kv_shape(config, decoder, decoder.config.num_layers, pages)
-        attention = _make_attention(config, shape, decoder.dtype)
-        pipeline = Pipeline(decoder, attention, Sampler(decoder.config.vocab_size))
+        pipeline = executors.make_pipeline(config, decoder, decoder.config.num_layers, pages)
         pipeline.pad(verdict.padding)
         context, context_notes = _context(config, decoder, pages)
         with torch.inference_mode():
@@ -73,14 +70,14 @@ class Runner:
         info = EngineInfo(
             model=location.name,
             dtype=str(decoder.dtype).removeprefix("torch."),
-            executor=config.executor,
+            executor=pipeline.attention.name,
             threads=threads,
             context_length=context,
             vocab_size=decoder.config.vocab_size,
             page_size=config.page_size,
             num_pages=pages,
-            kv_bytes=pages * shape.page_bytes(_kv_element(config, decoder)),
-            fingerprint=_fingerprint(config, decoder, verdict),
+            kv_bytes=pages * executors.page_bytes(config, decoder),
+            fingerprint=_fingerprint(config, pipeline, verdict),
             bit_identical=verdict.bit_identical,
             notes=(*notes, *context_notes, *verdict.notes),
         )
@@ -116,63 +113,24 @@ class Runner:
         )
 
 
-def _load_decoder(config: EngineConfig, location: store.ModelLocation) -> tuple[Decoder, tuple[str, ...]]:
-    """Load the weights in the dtype this machine can run; what the user should know comes with them.
-
-    The reference executor always computes in float32, from the weights that the chosen dtype would have.
-    """
-    wants_bf16 = config.dtype == "bfloat16" or (
-        config.dtype == "auto" and native_bf16() and has_packed_linear()
-    )
-    max_context = config.max_context or None
-    if config.executor == "reference":
-        decoder = load_model(
-            location,
-            torch.float32,
-            arithmetic="plain",
-            max_context=max_context,
-            round_to_bf16=wants_bf16,
-        )
-        return decoder, ("reference executor: slow, for comparison",)
-    dtype = torch.bfloat16 if wants_bf16 else torch.float32
-    decoder = load_model(location, dtype, max_context=max_context)
-    if decoder.dtype is not dtype:
-        return decoder, ("this machine has no native bfloat16: float32 is used",)
-    return decoder, ()
-
-
-def _kv_shape(config: EngineConfig, decoder: Decoder, layers: int, pages: int) -> KvShape:
-    model = decoder.config
-    return KvShape(layers, pages, config.page_size, model.num_heads, model.num_kv_heads, model.head_dim)
-
-
-def _kv_element(config: EngineConfig, decoder: Decoder) -> int:
-    """Bytes of one number in the KV memory."""
-    return 4 if config.executor == "reference" else decoder.dtype.itemsize
-
-
-def _make_attention(config: EngineConfig, shape: KvShape, dtype: torch.dtype) -> AttentionBackend:
-    if config.executor == "reference":
-        return ReferenceAttention(shape, align=config.tile)
-    return CpuAttention(shape, dtype, tile=config.tile)
-
-
-def _probe_pipeline(config: EngineConfig, decoder: Decoder) -> Pipeline:
-    """One real layer over KV memory of its own."""
+def _verdict(config: EngineConfig, decoder: Decoder) -> probe.Verdict:
+    """Probe the arithmetic where it promises equal bits."""
+    if config.executor == "flashinfer" and (not config.deterministic or config.grouping != "off"):
+        return probe.Verdict(Padding(rows=1, queries=1), False, (cuda_setup.TOLERANCE_NOTE,))
     pages = probe.pages_needed(config.page_size, config.tile, decoder.config.context_length)
-    attention = _make_attention(config, _kv_shape(config, decoder, 1, pages), decoder.dtype)
-    return Pipeline(decoder.shallow(1), attention, Sampler(decoder.config.vocab_size))
+    return probe.probe(executors.make_pipeline(config, decoder, 1, pages))
 
 
 def _pool_pages(config: EngineConfig, decoder: Decoder) -> int:
     """Pages of the pool, the zero page counted. Raises ConfigError where they can't be had.
 
     By default a quarter of the memory limit, at most three quarters of what is free once the weights are
-    loaded, and no more than 64 sequences of full length, or all that may run, could fill.
+    loaded (on a GPU most of what is free there), and no more than 64 sequences of full length, or all that
+    may run, could fill.
     """
-    shape = _kv_shape(config, decoder, decoder.config.num_layers, 0)
-    page_bytes = shape.page_bytes(_kv_element(config, decoder))
-    limit = machine.memory_limit()
+    page_bytes = executors.page_bytes(config, decoder)
+    on_gpu = config.executor == "flashinfer"
+    limit, room = cuda_setup.gpu_memory() if on_gpu else _host_memory()
     if config.kv_gb:
         pages = int(config.kv_gb * GB / page_bytes)
         if pages * page_bytes > limit:
@@ -181,13 +139,19 @@ def _pool_pages(config: EngineConfig, decoder: Decoder) -> int:
             )
     else:
         useful = 1 + max(64, config.max_running) * -(-decoder.config.context_length // config.page_size)
-        pages = min(useful, int(min(limit / 4, machine.available_memory() * 0.75) / page_bytes))
+        pages = min(useful, int(room / page_bytes))
     if pages < _LEAST_PAGES:
         raise ConfigError(
             f"HEADWATER_KV_GB={config.kv_gb:g} is too little: give at least"
             f" {_LEAST_PAGES * page_bytes / GB:.6f}, which is {_LEAST_PAGES} pages"
         )
     return pages
+
+
+def _host_memory() -> tuple[float, float]:
+    """(bytes of the memory limit, bytes that KV may take now)."""
+    limit = machine.memory_limit()
+    return limit, min(limit / 4, machine.available_memory() * 0.75)
 
 
 def _context(config: EngineConfig, decoder: Decoder, pages: int) -> tuple[int, tuple[str, ...]]:
@@ -205,12 +169,13 @@ def _context(config: EngineConfig, decoder: Decoder, pages: int) -> tuple[int, t
     return context, ()
 
 
-def _fingerprint(config: EngineConfig, decoder: Decoder, verdict: probe.Verdict) -> str:
+def _fingerprint(config: EngineConfig, pipeline: Pipeline, verdict: probe.Verdict) -> str:
     """Whatever decides bits, but the weights: executor, instruction set, tile, dtype, torch, padding."""
     isa = torch.backends.cpu.get_cpu_capability()
+    decoder = pipeline.decoder
     return machine.fingerprint(
         (
-            config.executor,
+            pipeline.attention.name,
             str(isa),
             ",".join(machine.cpu_features()),
             f"tile {config.tile}",
@@ -218,6 +183,8 @@ def _fingerprint(config: EngineConfig, decoder: Decoder, verdict: probe.Verdict)
             decoder.arithmetic,
             f"torch {torch.__version__}",
             f"rows {verdict.padding.rows}, queries {verdict.padding.queries}",
+            *((decoder.library.name,) if isinstance(decoder, NativeDecoder) else ()),
+            *(cuda_setup.gpu_fingerprint() if config.executor == "flashinfer" else ()),
         )
     )
 

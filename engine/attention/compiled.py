@@ -25,7 +25,7 @@ class CompiledAttention:
     """The compiled executor; see AttentionBackend. Pages hold keys and values as the kernel reads them.
 
     `tile` tokens are reduced at a time, cut at absolute multiples. `scale` defaults to 1 / sqrt(head_dim).
-    Raises ValueError for a shape that the kernel has no code for: see `refusal`.
+    Raises ValueError for what the kernel has no code for.
     """
 
     name = "compiled"
@@ -40,7 +40,9 @@ class CompiledAttention:
         scale: float | None = None,
     ) -> None:
         """`threads` 0 takes torch's number."""
-        problem = refusal(library, shape, dtype, tile)
+        problem = paging_refusal(library, shape.page_size, tile, dtype) or heads_refusal(
+            shape.num_heads, shape.num_kv_heads, shape.head_dim
+        )
         if problem:
             raise ValueError(problem)
         self.page_size = shape.page_size
@@ -152,18 +154,23 @@ class CompiledAttention:
             raise ValueError(f"page {page} is not one of 1..{self.num_pages - 1}")
 
 
-def refusal(library: Library, shape: KvShape, dtype: torch.dtype, tile: int) -> str:
-    """Why the kernel can't serve a shape, in words; empty if it can."""
+def paging_refusal(library: Library, page_size: int, tile: int, dtype: torch.dtype) -> str:
+    """Why the kernel can't serve a dtype in pages and tiles of these sizes, in words; empty if it can."""
     if not library.supports(dtype):
         return f"{str(dtype).removeprefix('torch.')} is not native to this CPU"
-    if shape.page_size % 16:
-        return f"pages of {shape.page_size} tokens are not a multiple of 16"
-    if tile % shape.page_size:
-        return f"tile {tile} is not a multiple of the page size {shape.page_size}"
-    if shape.head_dim % 32 or shape.head_dim > 256:
-        return f"head_dim {shape.head_dim} is not a multiple of 32 up to 256"
-    if shape.num_heads // shape.num_kv_heads > 48:
-        return f"{shape.num_heads // shape.num_kv_heads} query heads share a KV head; 48 can"
+    if page_size % 16:
+        return f"pages of {page_size} tokens are not a multiple of 16"
+    if tile % page_size:
+        return f"tile {tile} is not a multiple of the page size {page_size}"
+    return ""
+
+
+def heads_refusal(heads: int, kv_heads: int, head_dim: int) -> str:
+    """Why the kernel can't serve heads of this shape, in words; empty if it can."""
+    if head_dim % 32 or head_dim > 256:
+        return f"head_dim {head_dim} is not a multiple of 32 up to 256"
+    if heads > 48 * kv_heads:
+        return f"{heads // kv_heads} query heads share a KV head, and it takes up to 48"
     return ""
 
 

@@ -67,7 +67,7 @@ class CpuAttention:
     `row_multiple` may be raised between steps. `scale` defaults to 1 / sqrt(head_dim).
     """
 
-    name = "cpu"
+    name = "torch"
 
     def __init__(
         self,

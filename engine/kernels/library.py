@@ -90,7 +90,10 @@ class ModelWeights(Structure):
 
 
 class Library:
-    """The loaded kernel. `lanes` fp32 numbers make a vector; a panel is `panel` columns of a weight."""
+    """The loaded kernel. `lanes` fp32 numbers make a vector; a panel is `panel` columns of a weight.
+
+    `name` is one for each source, compiler and CPU: builds of equal names give equal bits.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises KernelUnavailable where the file can't be loaded."""
@@ -98,6 +101,7 @@ class Library:
             lib = ctypes.CDLL(str(path))
         except OSError as error:
             raise KernelUnavailable(f"can't load {path}: {error}") from None
+        self.name = path.stem
         self.lanes: int = lib.headwater_lanes()
         self.panel: int = lib.headwater_panel()
         self.has_bf16 = bool(lib.headwater_has_bf16())
@@ -157,7 +161,7 @@ def huge_zeros(size: int) -> Tensor:
 
 def _procedure(function: ctypes._NamedFuncPointer, *arguments: type) -> ctypes._NamedFuncPointer:
     function.restype = None
-    function.argtypes = arguments  # type: ignore[assignment]
+    function.argtypes = arguments
     return function
 
 

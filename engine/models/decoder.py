@@ -8,7 +8,7 @@ provided that the rows are padded to `padded_rows` and that `attend` keeps the s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ class Decoder:
         config: ModelConfig,
         *,
         embedding: Tensor,
-        layers: Sequence[Layer],
+        layers: Iterable[Layer],
         final_norm: Tensor,
         head: Linear,
         arithmetic: Arithmetic,

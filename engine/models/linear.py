@@ -2,8 +2,9 @@
 neighbours.
 
 Packed: oneDNN with weights reordered once, bf16 or fp32, at least 4 rows a call. Plain: torch's fp32
-linear with rows padded to a multiple of 8, where oneDNN is missing, and for the reference executor. A
-model uses one of them for everything: their bits differ.
+linear with rows padded to a multiple of 8, where oneDNN is missing, and for the reference executor. Native
+and cuda: plain weights, which native.NativeDecoder packs for the CPU kernel and cuda.CudaDecoder takes on
+the device. A model uses one of them for everything: their bits differ.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from engine.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-Arithmetic = Literal["packed", "plain", "auto"]
+Arithmetic = Literal["packed", "plain", "native", "cuda", "auto"]
 
 _PACKED_MIN_ROWS = 4
 _PLAIN_ROW_MULTIPLE = 8
@@ -73,11 +74,11 @@ class PlainLinear:
     """torch's fp32 linear."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = weight
-        self._bias = bias
+        self.weight = weight
+        self.bias = bias
 
     def apply(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self._weight, self._bias)
+        return functional.linear(x, self.weight, self.bias)
 
     def swish(self, x: Tensor) -> Tensor:
         result = self.apply(x)
@@ -131,6 +132,8 @@ def choose_arithmetic(dtype: torch.dtype, wanted: Arithmetic) -> tuple[torch.dty
     bf16 falls back to fp32 with one warning where the CPU or the build lacks it. Raises ModelError for a
     dtype other than these two, and for "packed" where it is missing.
     """
+    if wanted in ("native", "cuda"):
+        return dtype, wanted
     if dtype not in (torch.float32, torch.bfloat16):
         raise ModelError(f"dtype {dtype} is not served; bfloat16 and float32 are")
     if wanted == "packed" and not has_packed_linear():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -40,13 +41,16 @@ def load_model(
     arithmetic: Arithmetic = "auto",
     max_context: int | None = None,
     round_to_bf16: bool = False,
+    device: torch.device | str = "cpu",
+    build: Callable[..., Decoder] = Decoder,
 ) -> Decoder:
     """Load a model to run in `dtype` (bfloat16 or float32).
 
     bfloat16 becomes float32, with a warning, where the machine lacks it. `round_to_bf16` rounds every
     weight to bfloat16 first, so that a float32 decoder has the very weights of a bfloat16 one.
-    `max_context` caps the context length. Raises ModelError for files that are missing, damaged or
-    incomplete, UnsupportedModel for what can't be served rightly.
+    `max_context` caps the context length. The weights go to `device`, and `build` makes the decoder of them
+    (arithmetic "cuda" is for cuda.CudaDecoder, in bfloat16 or float16). Raises ModelError for files that are
+    missing, damaged or incomplete, UnsupportedModel for what can't be served rightly.
     """
     started = time.perf_counter()
     if not isinstance(location, ModelLocation):
@@ -55,7 +59,8 @@ def load_model(
     source: Source = GgufSource(location.path) if location.kind == "gguf" else FolderSource(location.path)
     config = source.config.capped(max_context)
     with torch.no_grad():
-        decoder = _Builder(source, config, dtype, arithmetic, round_to_bf16).build()
+        builder = _Builder(source, config, dtype, arithmetic, round_to_bf16, torch.device(device))
+        decoder = builder.build(build)
     logger.info(
         "loaded %s: %s, %d layers, %s, %s arithmetic, context %d, in %.1f s",
         location.name,
@@ -73,22 +78,29 @@ class _Builder:
     """Turns a source's tensors into prepared weights. Lives during one load."""
 
     def __init__(
-        self, source: Source, config: ModelConfig, dtype: torch.dtype, arithmetic: Arithmetic, rounded: bool
+        self,
+        source: Source,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        arithmetic: Arithmetic,
+        rounded: bool,
+        device: torch.device,
     ) -> None:
         self._source = source
         self._config = config
         self._dtype = dtype
         self._arithmetic = arithmetic
+        self._device = device
         self._rounded = rounded or dtype is torch.bfloat16
         self._names = source.names()
         self._used: set[str] = set()
 
-    def build(self) -> Decoder:
+    def build(self, make: Callable[..., Decoder]) -> Decoder:
         config = self._config
         embedding = self._tensor(_EMBEDDING, (config.vocab_size, config.hidden_size))
-        layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
+        layers = (self._layer(f"model.layers.{i}.") for i in range(config.num_layers))
         final_norm = self._tensor("model.norm.weight", (config.hidden_size,), torch.float32)
-        decoder = Decoder(
+        decoder = make(
             msgspec.structs.replace(config, tied=self._is_tied()),
             embedding=embedding,
             layers=layers,
@@ -158,7 +170,7 @@ class _Builder:
             raise UnsupportedModel(f"tensor {name} is stored as {stored.dtype}, which is not served")
         if self._rounded:
             stored = stored.to(torch.bfloat16)
-        return stored.to(dtype or self._dtype).contiguous()
+        return stored.to(self._device, dtype or self._dtype).contiguous()
 
     def _report_unused(self) -> None:
         """Weights that nobody used may mean that the model is another one: a bias is refused."""

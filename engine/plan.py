@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from engine.errors import ConfigError
 from engine.types import SamplingParams, TokenLogprob
 
 Int32 = npt.NDArray[np.int32]
@@ -138,17 +139,53 @@ class StepCosts(msgspec.Struct, frozen=True):
 class GateCosts(msgspec.Struct, frozen=True):
     """What shared segments gain and cost on a device, in ns a layer.
 
-    `byte_ns` is gained for each byte of KV that is not read again. A shared segment costs `segment_ns`; a
-    shared level costs `level_ns`, and `level_row_ns` more for each row of the step. The default says that
-    sharing is free, so that all that saves KV bytes is shared.
+    `byte_ns` is gained for each byte of KV that is not read again; each shared segment costs `segment_ns`,
+    each shared level `level_ns`. The default says that sharing is free: all that saves KV bytes is shared.
     """
 
     byte_ns: float = 0.02
     segment_ns: float = 0.0
     level_ns: float = 0.0
-    level_row_ns: float = 0.0
 
-    def profit_ns(self, saved_bytes: float, segments: int, levels: int, rows: int) -> float:
+    def profit_ns(self, saved_bytes: float, segments: int, levels: int) -> float:
         """Time gained a layer by a plan that saves `saved_bytes` with so many shared segments and levels."""
-        cost = segments * self.segment_ns + levels * (self.level_ns + rows * self.level_row_ns)
-        return saved_bytes * self.byte_ns - cost
+        return saved_bytes * self.byte_ns - segments * self.segment_ns - levels * self.level_ns
+
+    @classmethod
+    def parse(cls, text: str) -> GateCosts:
+        """Read "byte_ns=0.02,segment_ns=500"; what is not named costs nothing. Raises ConfigError."""
+        values: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, number = part.partition("=")
+            try:
+                values[name.strip()] = float(number)
+            except ValueError:
+                break
+        else:
+            if values.keys() <= set(cls.__struct_fields__) and all(0 <= v < 1e15 for v in values.values()):
+                return cls(**values)
+        raise ConfigError(
+            f"HEADWATER_CASCADE_COSTS={text!r} is not allowed: give numbers from 0 as"
+            f" {','.join(f'{name}=..' for name in cls.__struct_fields__)}"
+        )
+
+
+def flatten(attention: CascadePlan) -> CascadePlan:
+    """The same rows with nothing shared: each sequence's shared pages stand in front of its private ones."""
+    *shared, private = attention.levels
+    first = private.qo_indptr[:-1]
+    parts = [(np.searchsorted(level.qo_indptr, first, side="right") - 1, level) for level in shared]
+    parts.append((np.arange(len(first)), private))
+    counts = [np.diff(level.kv_indptr)[segment] for segment, level in parts]
+    indptr = np.zeros(len(first) + 1, np.int32)
+    np.cumsum(np.sum(counts, axis=0), out=indptr[1:])
+    indices = np.empty(int(indptr[-1]), np.int32)
+    at = indptr[:-1].astype(np.int64)
+    for (segment, level), count in zip(parts, counts, strict=True):
+        offset = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        indices[np.repeat(at, count) + offset] = level.kv_indices[
+            np.repeat(level.kv_indptr[segment], count) + offset
+        ]
+        at += count
+    level = private._replace(kv_indptr=indptr, kv_indices=indices)
+    return CascadePlan(attention.align, (level,), np.zeros_like(attention.kv_start), attention.positions)

@@ -78,6 +78,8 @@ class CascadePlanner:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
+        tile_bytes = rules.align * rules.token_bytes
+        self._prices = Prices(1) if rules.mode == "force" else prices(rules.costs, tile_bytes)
         self._last: _Last | None = None
 
     def plan(self, tables: list[Sequence[int]], starts: list[int], rows: list[int]) -> Planned:
@@ -104,7 +106,7 @@ class CascadePlanner:
         if rules.mode != "off" and rules.levels > 1 and len(tables) > 1:
             keys = tile_keys(tables, starts, rules.page_size, rules.align)
             if len(keys.pages):
-                forest, refused = self._open(share(keys), sum(rows))
+                forest, refused = self._open(share(keys))
         order, kv_start, members = list(range(len(tables))), np.zeros(len(tables), np.int32), 0
         if forest is not None:
             order, members = forest.order, forest.members
@@ -134,18 +136,12 @@ class CascadePlanner:
         self._last = _Last(tables, starts, own_tables, keys, planned) if decoding else None
         return planned
 
-    def _open(self, tree: Sharing, rows: int) -> tuple[Forest | None, int]:
+    def _open(self, tree: Sharing) -> tuple[Forest | None, int]:
         """The segments to open, None for none, and how many prefixes the gate has refused."""
         rules = self.rules
-        chosen = fold(tree, rules.levels - 1, self._prices(rows))
+        chosen = fold(tree, rules.levels - 1, self._prices)
         forest = arrange(tree, chosen) if np.any(chosen != NOT_OPENED) else None
         return forest, _refused(tree, chosen, rules.levels - 1)
-
-    def _prices(self, rows: int) -> Prices:
-        rules = self.rules
-        if rules.mode == "force":
-            return Prices(1)
-        return prices(rules.costs, rules.align * rules.token_bytes, rows)
 
 
 class _Last:

@@ -11,13 +11,9 @@ _MOST = 1 << 50
 """A price in ps, 19 minutes, at which nothing ever pays; sums of thousands of them still fit 64 bits."""
 
 
-def prices(costs: GateCosts, tile_bytes: int, rows: int) -> Prices:
-    """Prices in ps a layer, for KV tiles of `tile_bytes` a layer in a step of `rows` rows."""
-    return Prices(
-        _ps(costs.byte_ns * tile_bytes),
-        _ps(costs.segment_ns),
-        _ps(costs.level_ns + rows * costs.level_row_ns),
-    )
+def prices(costs: GateCosts, tile_bytes: int) -> Prices:
+    """Prices in ps a layer, for KV tiles of `tile_bytes` a layer."""
+    return Prices(_ps(costs.byte_ns * tile_bytes), _ps(costs.segment_ns), _ps(costs.level_ns))
 
 
 def _ps(ns: float) -> int:

@@ -78,8 +78,30 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 100.0
     cascade: Annotated[
         Literal["off", "auto", "force"],
-        Meta(description="Shared-prefix attention: auto groups sequences that share whole tiles"),
+        Meta(
+            description="Shared-prefix attention: auto reads a shared prefix once for all sequences where it"
+            " pays, force wherever it saves KV bytes"
+        ),
     ] = "auto"
+    cascade_levels: Annotated[
+        int,
+        Meta(ge=1, le=8, description="Levels of shared-prefix attention, the private one counted; 1 is flat"),
+    ] = 4
+    cascade_costs: Annotated[
+        str,
+        Meta(
+            description="What auto weighs, as byte_ns=0.02,segment_ns=500,level_ns=0; empty measures it once"
+            " and keeps it in the cache folder"
+        ),
+    ] = ""
+    cascade_verify: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            le=1.0,
+            description="Share of the steps with shared prefixes that are computed again flat, and compared",
+        ),
+    ] = 0.0
     max_failed_steps: Annotated[
         int, Meta(ge=1, le=1000, description="Failed steps in a row after which the process ends")
     ] = 3

@@ -28,7 +28,7 @@ from engine.errors import (
     RequestError,
     StepFailed,
 )
-from engine.plan import StepCosts, StepPlan, StepResult
+from engine.plan import GateCosts, StepCosts, StepPlan, StepResult
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.stream import RequestStream
 from engine.types import Delta, EngineInfo, EngineRequest, EngineStats, FinishReason
@@ -45,6 +45,7 @@ class StepRunner(Protocol):
 
     info: EngineInfo
     costs: StepCosts
+    gate: GateCosts
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
@@ -73,6 +74,8 @@ class Engine:
                 f"HEADWATER_PAGE_SIZE={config.page_size} is not allowed: it must divide"
                 f" HEADWATER_TILE={config.tile}"
             )
+        if config.cascade_costs:
+            GateCosts.parse(config.cascade_costs)  # what is wrong is told before the model is loaded
         machine.calm_openmp()
         from engine.runner import Runner  # torch comes with it
 
@@ -143,6 +146,12 @@ class Engine:
             cascade_steps=counters.cascade_steps,
             cascade_groups=counters.cascade_groups,
             cascade_rows=counters.cascade_rows,
+            cascade_levels=counters.cascade_levels,
+            cascade_refused=counters.cascade_refused,
+            kv_bytes_read=counters.kv_bytes_read,
+            kv_bytes_saved=counters.kv_bytes_saved,
+            verified_steps=counters.verified_steps,
+            differing_steps=counters.differing_steps,
             finished=dict(counters.finished),
         )
 
@@ -313,6 +322,10 @@ class Engine:
             step_ms=config.step_ms,
             align=config.align,
             cascade=config.grouping,
+            cascade_levels=config.cascade_levels,
+            gate=self._runner.gate,
+            token_bytes=info.kv_bytes // (info.num_pages * info.page_size * info.num_layers),
+            layers=info.num_layers,
         )
         return Scheduler(PagePool(info.num_pages, info.page_size), limits, self._runner.costs)
 
@@ -321,6 +334,7 @@ class Engine:
         self._push_events()
         old, streams = self._scheduler, self._streams
         self._scheduler, self._streams = self._make_scheduler(), {}
+        old.counters.token_bytes = self._scheduler.counters.token_bytes
         self._scheduler.counters = old.counters
         for seq in old.take_waiting():
             stream = streams[seq.id]

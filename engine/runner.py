@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine import costs, executors, machine, probe
+from engine import costs, executors, gate, machine, probe
 from engine.attention.base import KvReads
 from engine.attention.flashinfer_library import require_cuda
 from engine.config import EngineConfig
@@ -18,8 +18,9 @@ from engine.models import cuda_setup, store
 from engine.models.decoder import Decoder
 from engine.models.native import NativeDecoder
 from engine.pipeline import Padding, Pipeline, finite_rows
-from engine.plan import StepCosts, StepPlan, StepResult
+from engine.plan import GateCosts, StepCosts, StepPlan, StepResult
 from engine.types import EngineInfo
+from engine.verify import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,19 @@ class RunnerCounters(NamedTuple):
 class Runner:
     """Loaded model, KV memory and sampler. Every call is made on one and the same thread."""
 
-    def __init__(self, pipeline: Pipeline, info: EngineInfo, step_costs: StepCosts) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        info: EngineInfo,
+        step_costs: StepCosts,
+        gate_costs: GateCosts | None = None,
+        verify: float = 0.0,
+    ) -> None:
         self.info = info
         self.costs = step_costs
+        self.gate = gate_costs or GateCosts()
         self.pipeline = pipeline
+        self._verifier = Verifier(verify, bit_identical=info.bit_identical)
         self._steps = self._rows = self._sampled = 0
 
     @classmethod
@@ -77,12 +87,15 @@ class Runner:
             page_size=config.page_size,
             num_pages=pages,
             kv_bytes=pages * executors.page_bytes(config, decoder),
+            num_layers=decoder.config.num_layers,
             fingerprint=_fingerprint(config, pipeline, verdict),
             bit_identical=verdict.bit_identical,
             notes=(*notes, *context_notes, *verdict.notes),
         )
+        with torch.inference_mode():
+            gate_costs = _gate_costs(config, pipeline, info)
         _log(info, step_costs)
-        return cls(pipeline, info, step_costs)
+        return cls(pipeline, info, step_costs, gate_costs, config.cascade_verify)
 
     @property
     def counters(self) -> RunnerCounters:
@@ -99,6 +112,10 @@ class Runner:
             hidden = self.pipeline.hidden(plan)
             bad_rows = np.flatnonzero(~finite_rows(hidden))
             sampled = self.pipeline.sample(hidden, plan.samples)
+        seconds = time.perf_counter() - started
+        verified = self._verifier.wants(plan)
+        with torch.inference_mode():
+            differing = self._verifier.differing_rows(self.pipeline, plan, hidden) if verified else 0
         # Row r belongs to the last sequence that starts at or before it.
         bad = set((np.searchsorted(plan.row_indptr, bad_rows, side="right") - 1).tolist())
         bad.update(plan.sample_sequences[j] for j in np.flatnonzero(~sampled.finite).tolist())
@@ -109,7 +126,9 @@ class Runner:
             tuple(sampled.tokens),
             tuple(sampled.logprobs),
             frozenset(bad),
-            time.perf_counter() - started,
+            seconds,
+            verified,
+            differing,
         )
 
 
@@ -119,6 +138,18 @@ def _verdict(config: EngineConfig, decoder: Decoder) -> probe.Verdict:
         return probe.Verdict(Padding(rows=1, queries=1), False, (cuda_setup.TOLERANCE_NOTE,))
     pages = probe.pages_needed(config.page_size, config.tile, decoder.config.context_length)
     return probe.probe(executors.make_pipeline(config, decoder, 1, pages))
+
+
+def _gate_costs(config: EngineConfig, pipeline: Pipeline, info: EngineInfo) -> GateCosts:
+    """What the gate weighs: as pinned, else as measured where it decides anything."""
+    if config.cascade_costs:
+        return GateCosts.parse(config.cascade_costs)
+    attention, decoder = pipeline.attention, pipeline.decoder
+    if config.grouping != "auto" or config.cascade_levels == 1 or attention.name == "reference":
+        return GateCosts()
+    device = torch.device("cuda" if config.executor == "flashinfer" else "cpu")
+    shape = executors.kv_shape(config, decoder, decoder.config.num_layers, info.num_pages)
+    return gate.load(attention, shape, decoder.dtype, device, info.fingerprint)
 
 
 def _pool_pages(config: EngineConfig, decoder: Decoder) -> int:

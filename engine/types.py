@@ -112,6 +112,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     num_pages: int
     kv_bytes: int
+    num_layers: int = 1
     fingerprint: str
     bit_identical: bool
     notes: tuple[str, ...] = ()
@@ -140,4 +141,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     cascade_steps: int
     cascade_groups: int
     cascade_rows: int
+    cascade_levels: int
+    cascade_refused: int
+    kv_bytes_read: int
+    kv_bytes_saved: int
+    verified_steps: int
+    differing_steps: int
     finished: dict[str, int]

@@ -39,6 +39,12 @@ _COUNTERS = {
     "cascade_steps": "Steps in which sequences read a shared prefix once",
     "cascade_groups": "Groups of sequences that shared a prefix, over all steps",
     "cascade_rows": "Rows that were in such groups, over all steps",
+    "cascade_levels": "Levels that were shared, over all steps",
+    "cascade_refused": "Shared prefixes that did not pay for a group, over all steps",
+    "kv_bytes_read": "Bytes of KV that attention read, in all layers",
+    "kv_bytes_saved": "Bytes of KV that it did not read again because a group shared them",
+    "verified_steps": "Steps that were computed again with flat attention",
+    "differing_steps": "Steps whose results were not the same then",
 }
 
 

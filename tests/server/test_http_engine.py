@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from engine import Engine, EngineConfig, EngineInfo
-from engine.plan import StepCosts, StepResult
+from engine.plan import GateCosts, StepCosts, StepResult
 from server.lifecycle import banner
 from tests.server.fakes import MODEL, VOCAB, running, until
 from tests.server.sockets import connect, leave
@@ -22,6 +22,7 @@ class CountingRunner:
     """Runs no model: after byte b comes byte b + 1."""
 
     costs = StepCosts()
+    gate = GateCosts()
 
     def __init__(self, pace):
         self.pace = pace

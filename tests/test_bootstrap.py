@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -59,11 +60,12 @@ class Tree:
             self.add_wheel(name, version)
         self.add_wheel("extra_package", "1.0")
 
-    def add_wheel(self, name: str, version: str) -> None:
+    def add_wheel(self, name: str, version: str, needs: str = "") -> None:
         self.wheels.mkdir(exist_ok=True)
         info = f"{name}-{version}.dist-info/"
         with zipfile.ZipFile(self.wheels / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(info + "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            wheel.writestr(info + "METADATA", metadata + (f"Requires-Dist: {needs}\n" if needs else ""))
             wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             wheel.writestr(info + "RECORD", "")
 
@@ -130,7 +132,9 @@ def test_a_run_with_nothing_to_do_does_and_says_nothing(tree: Tree) -> None:
 
 
 def test_extras_are_added_and_kept_and_new_constraints_are_obeyed(tree: Tree) -> None:
-    assert tree.run("dev")[0] == 0
+    code, said = tree.run("dev")
+    assert code == 0
+    assert said.count("FlashInfer can't be installed here") == 1
     assert tree.installed()["extra_package"] == "1.0"
     assert tree.run() == (0, "")
     assert tree.run("dev") == (0, "")
@@ -138,6 +142,19 @@ def test_extras_are_added_and_kept_and_new_constraints_are_obeyed(tree: Tree) ->
     assert tree.run()[0] == 0
     assert tree.installed()["torch"] == "2.12.0"
     assert tree.run("dev") == (0, "")
+
+
+def test_gpu_wrappers_come_with_dev_alone_and_without_what_they_declare(tree: Tree) -> None:
+    """The folder of wheels holds nothing of the name that they need."""
+    assert "flashinfer_python" not in tree.installed()
+    for name in ("flashinfer_python", "apache_tvm_ffi", "nvidia_ml_py"):
+        tree.add_wheel(name, "1.0", needs="huge-gpu-library")
+    (tree.folder / "constraints.txt").write_text("torch==2.12.0\nflashinfer-python==1.0\n")
+    code, said = tree.run("dev")
+    assert code == 0
+    here = (platform.system(), platform.machine()) == ("Linux", "x86_64")
+    assert ("FlashInfer" in said) is not here
+    assert ("flashinfer_python" in tree.installed()) is here
 
 
 def test_a_run_that_failed_leaves_no_stamp_and_says_what_is_missing(tree: Tree) -> None:

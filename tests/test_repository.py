@@ -26,6 +26,7 @@ FILES = [
     "docs/settings.md",
     "docs/deployment.md",
     "docs/faults.md",
+    "docs/gpu.md",
 ]
 LARGEST_FILE = 2_000_000
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -99,7 +100,26 @@ def test_every_runtime_dependency_is_imported_and_every_import_is_declared() -> 
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 imported.add(node.module.split(".")[0])
     foreign = {normal(name) for name in imported - sys.stdlib_module_names - {"engine", "server"}}
-    assert foreign == declared
+    assert foreign - {"flashinfer"} == declared
+
+
+def test_the_default_and_the_dev_install_hold_nothing_for_gpus_but_torch() -> None:
+    project = PYPROJECT["project"]
+    extras = project["optional-dependencies"]
+    wanted = " ".join([*project["dependencies"], *extras["plot"], *extras["dev"]]).lower()
+    assert [word for word in ("flashinfer", "nvidia", "cuda", "triton", "tvm") if word in wanted] == []
+    assert any(requirement.startswith("flashinfer-python") for requirement in extras["cuda"])
+
+
+def test_flashinfer_is_imported_in_one_place() -> None:
+    """Every other module gets it from there, so that one message tells where it is missing."""
+    found = []
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [path.name for name in names if name.split(".")[0] == "flashinfer"]
+    assert found == ["flashinfer_library.py"]
 
 
 @pytest.mark.parametrize("package", ["engine.scheduling", "engine.cache"])

@@ -24,10 +24,12 @@ from engine.plan import CascadeLevel, CascadePlan, GateCosts, Int32, Int64, Step
 
 logger = logging.getLogger(__name__)
 
+# Tokens of a block: enough to be worth sharing.
+_BLOCK_TOKENS = {"cpu": 256, "cuda": 1024}
 # Seconds after which nothing more is repeated.
 _BUDGET = 0.7
 # Seconds after which a machine counts as too busy.
-_GIVE_UP = 2.0
+_GIVE_UP = 1.5
 _MOST_REPEATS = 15
 # The quickest two runs of a batch differ by less than this where the machine is quiet.
 _QUIET = 0.1
@@ -50,13 +52,13 @@ class Seconds(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """`groups` groups of `members` decode rows; each group has `tiles` shared tiles of its own, all have
-    `root` tiles in common, which are a level of their own. A group of one saves nothing: it shows what a
-    segment costs."""
+    """`groups` groups of `members` decode rows; each group shares `blocks` blocks of tokens of its own, all
+    have `root` blocks in common, which are a level of their own. A group of one saves nothing: it shows what
+    a segment costs."""
 
     groups: int
     members: int
-    tiles: int
+    blocks: int
     root: int = 0
 
     @property
@@ -64,8 +66,8 @@ class Batch(NamedTuple):
         return self.groups * self.members
 
     @property
-    def saved_tiles(self) -> int:
-        return self.groups * (self.members - 1) * self.tiles + (self.rows - 1) * self.root
+    def saved_blocks(self) -> int:
+        return self.groups * (self.members - 1) * self.blocks + (self.rows - 1) * self.root
 
     @property
     def segments(self) -> int:
@@ -75,9 +77,9 @@ class Batch(NamedTuple):
     def levels(self) -> int:
         return 1 + (self.root > 0)
 
-    def pages(self, per_tile: int) -> int:
-        """Pages that it takes: the shared tiles, and one private page a row."""
-        return (self.root + self.groups * self.tiles) * per_tile + self.rows
+    def pages(self, per_block: int) -> int:
+        """Pages that it takes: the shared blocks, and one private page a row."""
+        return (self.root + self.groups * self.blocks) * per_block + self.rows
 
 
 BATCHES = (
@@ -104,13 +106,18 @@ def load(
     key = machine.fingerprint((_VERSION, fingerprint, str(torch.get_num_threads()), *sizes))
     path = machine.cache_dir() / "gate" / f"{key}.json"
     costs = _read(path)
-    if costs is not None:
-        return costs
-    costs = measure(attention, shape, dtype, device)
     if costs is None:
-        logger.info("the machine is too busy to measure what cascade attention gains: it counts as free")
-        return GateCosts()
-    _write(path, costs)
+        costs = measure(attention, shape, dtype, device)
+        if costs is None:
+            logger.warning("the machine is too busy to measure what shared prefixes cost: they count as free")
+            return GateCosts()
+        _write(path, costs)
+    logger.info(
+        "a shared prefix gains %.3f ns a kB and costs %.0f ns, and %.0f ns a level, in each layer",
+        1000 * costs.byte_ns,
+        costs.segment_ns,
+        costs.level_ns,
+    )
     return costs
 
 
@@ -119,40 +126,43 @@ def measure(
 ) -> GateCosts | None:
     """Time the batches that fit the pool; takes about a second. None where the machine is too busy to tell;
     the default where the pool is too small for most."""
-    per_tile = attention.align // attention.page_size
-    batches = [b for b in BATCHES if b.pages(per_tile) < attention.num_pages]
+    size, align = attention.page_size, attention.align
+    block = -(-_BLOCK_TOKENS[device.type] // align) * align
+    per_block = block // size
+    batches = [b for b in BATCHES if b.pages(per_block) < attention.num_pages]
     if len(batches) < len(BATCHES) // 2:
         return GateCosts()
-    pages = max(b.pages(per_tile) for b in batches)
-    tile_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize * attention.align
-    layers = max(
-        1, min(shape.num_layers, _MOST_LAYERS, int(_SCRATCH_BYTES * per_tile / (pages * tile_bytes)))
-    )
+    pages = max(b.pages(per_block) for b in batches)
+    token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    layers = int(max(1, min(shape.num_layers, _MOST_LAYERS, _SCRATCH_BYTES / (pages * size * token_bytes))))
     _fill(attention, shape, range(layers), pages, device)
     try:
         bench = _Bench(attention, shape, layers, dtype, device)
-        gains = _gains(bench, [batch_plan(b, attention.page_size, attention.align) for b in batches])
+        gains = _gains(bench, [batch_plan(b, size, align, block) for b in batches])
     finally:
         attention.wipe(range(1, pages + 1))
-    return None if gains is None else fit(batches, gains, tile_bytes)
+    return None if gains is None else fit(batches, gains, block * token_bytes)
 
 
-def batch_plan(batch: Batch, page_size: int, align: int) -> StepPlan:
-    """The batch as a cascade over pages from 1 on, each row the last of a full private page."""
-    per_tile = align // page_size
+def batch_plan(batch: Batch, page_size: int, align: int, block: int) -> StepPlan:
+    """The batch as a cascade over pages from 1 on, each row the last of a full private page. `block` is the
+    tokens of a block, a multiple of `align`."""
+    per_block = block // page_size
     rows, group_rows = batch.rows, np.arange(0, batch.rows + 1, batch.members)
-    pages = np.arange(1, 1 + batch.pages(per_tile))
-    cuts = (batch.root * per_tile, (batch.root + batch.groups * batch.tiles) * per_tile)
+    pages = np.arange(1, 1 + batch.pages(per_block))
+    cuts = (batch.root * per_block, (batch.root + batch.groups * batch.blocks) * per_block)
     root, shared, private = np.split(pages, cuts)
     levels = [
         _level(np.array([0, rows]), root, page_size),
         _level(group_rows, shared, page_size),
         _level(np.arange(rows + 1), private, page_size),
     ]
-    start = (batch.root + batch.tiles) * align
-    positions = np.full(rows, start + page_size - 1, np.int32)
+    start = (batch.root + batch.blocks) * block
     attention = CascadePlan(
-        align, tuple(levels[0 if batch.root else 1 :]), np.full(rows, start, np.int32), positions
+        align,
+        tuple(levels[0 if batch.root else 1 :]),
+        np.full(rows, start, np.int32),
+        np.full(rows, start + page_size - 1, np.int32),
     )
     return StepPlan(
         step=0,
@@ -166,14 +176,14 @@ def batch_plan(batch: Batch, page_size: int, align: int) -> StepPlan:
     )
 
 
-def fit(batches: Sequence[Batch], gains_ns: Sequence[float], tile_bytes: int) -> GateCosts:
+def fit(batches: Sequence[Batch], gains_ns: Sequence[float], block_bytes: int) -> GateCosts:
     """Least squares for what each batch gains a layer by its cascade, no cost below 0.
 
     Each batch counts by what it reads, as what disturbs a time grows with it: a small batch, in which costs
     show, is measured as well as a large one.
     """
-    weights = np.array([1 / (b.rows * (b.root + b.tiles)) for b in batches])
-    table = np.array([[b.saved_tiles * tile_bytes, -b.segments, -b.levels] for b in batches], float)
+    weights = np.array([1 / (b.rows * (b.root + b.blocks)) for b in batches])
+    table = np.array([[b.saved_blocks * block_bytes, -b.segments, -b.levels] for b in batches], float)
     table, gains = table * weights[:, None], np.asarray(gains_ns) * weights
     scale = np.abs(table).max(0)
     best, least = np.zeros(3), float((gains**2).sum())

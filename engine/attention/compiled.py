@@ -167,8 +167,8 @@ def paging_refusal(library: Library, page_size: int, tile: int, dtype: torch.dty
 
 def heads_refusal(heads: int, kv_heads: int, head_dim: int) -> str:
     """Why the kernel can't serve heads of this shape, in words; empty if it can."""
-    if head_dim % 32 or head_dim > 256:
-        return f"head_dim {head_dim} is not a multiple of 32 up to 256"
+    if head_dim % 16 or head_dim > 256:
+        return f"head_dim {head_dim} is not a multiple of 16 up to 256"
     if heads > 48 * kv_heads:
         return f"{heads // kv_heads} query heads share a KV head, and it takes up to 48"
     return ""

@@ -67,10 +67,16 @@ class Clock {
 // RoPE of one head in place: halves (a, b) become (a cos - b sin, b cos + a sin).
 inline void rotate(float* x, const float* angles, int head_dim) {
   const int half = head_dim / 2;
-  for (int d = 0; d < half; d += kLanes) {
+  int d = 0;
+  for (; d + kLanes <= half; d += kLanes) {
     const Vec a = load(x + d), b = load(x + half + d), cos = load(angles + d), sin = load(angles + half + d);
     store(x + d, sub(mul(a, cos), mul(b, sin)));
     store(x + half + d, add(mul(b, cos), mul(a, sin)));
+  }
+  for (; d < half; ++d) {  // heads of fewer than two vectors
+    const float a = x[d], b = x[half + d], cos = angles[d], sin = angles[half + d];
+    x[d] = a * cos - b * sin;
+    x[half + d] = b * cos + a * sin;
   }
 }
 

@@ -82,9 +82,9 @@ def real(request: pytest.FixtureRequest, smollm2: Path) -> Runner:
     return load(smollm2, dtype=request.param, kv_gb=0.1)
 
 
-@pytest.fixture(scope="module")
-def tiny(tiny_model: Path) -> Runner:
-    return load(tiny_model, dtype="float32")
+@pytest.fixture(scope="module", params=["compiled", "torch"])
+def tiny(request: pytest.FixtureRequest, tiny_model: Path) -> Runner:
+    return load(tiny_model, dtype="float32", executor=request.param)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -149,30 +149,27 @@ def test_both_executors_agree_within_rounding(tiny: Runner, tiny_model: Path) ->
         assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
-def poison(monkeypatch: pytest.MonkeyPatch, runner: Runner, row: int) -> None:
-    """Make attention give one NaN in one row of the last layer."""
-    attend = runner.pipeline.attention.attend
-
-    def poisoned(layer: int, *qkv: torch.Tensor) -> torch.Tensor:
-        out = attend(layer, *qkv)
-        if layer == runner.pipeline.decoder.config.num_layers - 1:
-            out[row, 5] = float("nan")
-        return out
-
-    monkeypatch.setattr(runner.pipeline.attention, "attend", poisoned)
+def poisoned(runner: Runner, step: StepPlan, row: int) -> StepPlan:
+    """The same step with one row's token replaced by one whose embedding is not a number."""
+    embedding = runner.pipeline.decoder._embedding
+    token = next(t for t in range(runner.info.vocab_size) if t not in step.token_ids)
+    embedding[token] = float("nan")
+    tokens = step.token_ids.copy()
+    tokens[row] = token
+    return step._replace(token_ids=tokens)
 
 
 @pytest.mark.parametrize("row", [0, 9, 10, 11, 17])
-def test_a_nan_is_blamed_on_its_sequence_alone(
-    tiny: Runner, monkeypatch: pytest.MonkeyPatch, row: int
-) -> None:
+def test_a_nan_is_blamed_on_its_sequence_alone(tiny: Runner, row: int) -> None:
     """A row that isn't finite ends its own sequence, also where it isn't sampled; the others' bits stay."""
     texts = [Text(1, prompt(tiny, 10)), Text(20, prompt(tiny, 1, 1)), Text(40, prompt(tiny, 7, 2))]
-    parts = [(text, 0, len(text.ids)) for text in texts]
-    clean = tiny.run(plan(parts))
+    step = plan([(text, 0, len(text.ids)) for text in texts])
+    clean = tiny.run(step)
     assert clean.bad == frozenset()
-    poison(monkeypatch, tiny, row)
-    sick = tiny.run(plan(parts))
+    embedding = tiny.pipeline.decoder._embedding.clone()
+    sick = tiny.run(poisoned(tiny, step, row))
+    tiny.pipeline.decoder._embedding.copy_(embedding)
+    tiny.pipeline.attention.wipe(range(1, 60))
     guilty = {0: 0, 9: 0, 10: 1, 11: 2, 17: 2}[row]
     assert sick.bad == {guilty}
     for i in {0, 1, 2} - {guilty}:
@@ -202,8 +199,9 @@ def test_a_wiped_page_forgets_a_nan(tiny: Runner, monkeypatch: pytest.MonkeyPatc
     """A bad step's pages, wiped by a later plan, serve another sequence with the right bits."""
     text = Text(1, prompt(tiny, 20))
     clean = tiny.run(plan([(text, 0, 20)]))
-    for layer in tiny.pipeline.attention.memory.layers:  # type: ignore[attr-defined]
-        layer[16:48] = float("nan")
+    attention, slots = tiny.pipeline.attention, torch.arange(16, 48)
+    for layer in range(2):
+        attention.write_rows(layer, slots, torch.full_like(attention.read_rows(layer, slots), float("nan")))
     dirty = tiny.run(plan([(text, 0, 20)]))
     assert dirty.bad == {0}
     assert tiny.run(plan([(text, 0, 20)], wipe=(1, 2))).logprobs == clean.logprobs
@@ -233,26 +231,47 @@ def test_info_says_what_runs(tiny_model: Path) -> None:
     runner = load(tiny_model, dtype="float32", threads=1, kv_gb=0.001)
     info = runner.info
     page_bytes = 2 * 2 * 16 * 2 * 16 * 4
-    assert (info.dtype, info.executor, info.threads) == ("float32", "cpu", 1)
+    assert (info.dtype, info.executor, info.threads) == ("float32", "compiled", 1)
     assert info.num_pages == 1_000_000 // page_bytes
     assert info.kv_bytes == info.num_pages * page_bytes
     assert info.context_length == 512
     assert info.vocab_size == 320
     assert info.bit_identical
-    assert not any(layer.any() for layer in runner.pipeline.attention.memory.layers)  # type: ignore[attr-defined]
+    slots = torch.arange(info.num_pages * info.page_size)
+    assert not any(runner.pipeline.attention.read_rows(layer, slots).any() for layer in range(2))
     assert load(tiny_model, dtype="float32", kv_gb=0.0001).info.context_length == 10 * 16
     assert load(tiny_model, dtype="float32", max_context=100, kv_gb=0.0).info.num_pages == 1 + 64 * 7
 
 
 def test_fingerprints_tell_numerics_apart(tiny_model: Path) -> None:
     base = load(tiny_model, dtype="float32").info.fingerprint
-    assert load(tiny_model, dtype="float32", kv_gb=0.02, page_size=8).info.fingerprint == base
+    assert load(tiny_model, dtype="float32", kv_gb=0.02, page_size=32).info.fingerprint == base
     for change in (
         {"tile": 64},
         {"executor": "reference"},
+        {"executor": "torch"},
         {"dtype": "auto"} if native_bf16() else {"tile": 16},
     ):
         assert load(tiny_model, **{"dtype": "float32", **change}).info.fingerprint != base
+
+
+def test_without_a_compiler_torch_computes_and_says_so(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One note, no failure; and a plain refusal where the compiled kernel was asked for by name."""
+    monkeypatch.setenv("HEADWATER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    info = load(tiny_model).info
+    assert info.executor == "torch"
+    assert [note for note in info.notes if "no C++ compiler (no-such-compiler)" in note]
+    with pytest.raises(ConfigError, match="HEADWATER_EXECUTOR=compiled can't be had: no C"):
+        load(tiny_model, executor="compiled")
+
+
+def test_what_the_kernel_has_no_code_for_runs_on_torch(tiny_model: Path) -> None:
+    info = load(tiny_model, dtype="float32", page_size=8).info
+    assert info.executor == "torch"
+    assert [note for note in info.notes if "pages of 8 tokens are not a multiple of 16" in note]
 
 
 def test_auto_takes_bfloat16_where_the_cpu_has_it(tiny_model: Path) -> None:

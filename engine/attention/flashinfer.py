@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.attention.base import KvReads, KvShape
 from engine.attention.flashinfer_graph import GraphKey, GraphLimits, padded
@@ -74,7 +75,7 @@ class FlashInferAttention:
         self._buffers: GraphBuffers | None = None
         self._graphs: dict[GraphKey, Levels] = {}
         self._current: Levels | None = None
-        self._rows = 0
+        self._rows = self._own_rows = 0
 
     @property
     def graph_limits(self) -> GraphLimits:
@@ -114,24 +115,28 @@ class FlashInferAttention:
             step = padded(step, key, self._scratch_page)
         levels.plan(step)
         self.kv_tokens_read = step.reads
-        self._current, self._rows, self.graph_key = levels, step.rows, key
+        self._current, self.graph_key = levels, key
+        self._rows, self._own_rows = step.rows, plan.rows
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         levels, rows = self._current, self._rows
         if levels is None:
             raise RuntimeError("attend() without a successful begin()")
         self._check_rows(q, k, v)
+        given = q.shape[0]
+        if given < rows:  # a step in a graph's shapes that is run without one
+            q, k, v = (functional.pad(x, (0, 0, 0, 0, 0, rows - given)) for x in (q, k, v))
         cache = self._memory[layer]
         levels.write(cache, k[:rows], v[:rows])
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         out[rows:] = 0
         levels.run(q[:rows], cache, out[:rows])
-        return out.view(q.shape[0], -1)
+        return out[:given].view(given, -1)
 
     def _graph(self, key: GraphKey) -> Levels:
         if key not in self._graphs:
             if self._buffers is None:
-                self._buffers = GraphBuffers(self._kernels, self._limits.indices)
+                self._buffers = GraphBuffers(self._kernels, self._limits)
             self._graphs[key] = Levels(self._kernels, key, self._buffers)
         return self._graphs[key]
 
@@ -148,8 +153,8 @@ class FlashInferAttention:
                     f"{name} is {x.dtype} {tuple(x.shape)}, not {self._dtype}"
                     f" {(q.shape[0], heads, shape.head_dim)}"
                 )
-        if q.shape[0] < self._rows:
-            raise ValueError(f"{q.shape[0]} rows were given, and the step has {self._rows}")
+        if q.shape[0] < self._own_rows:
+            raise ValueError(f"{q.shape[0]} rows were given, and the step has {self._own_rows}")
 
     def _places(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         slots = slots.to(self._memory.device)

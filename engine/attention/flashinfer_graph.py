@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.attention.flashinfer_plan import KernelPlan
+from engine.attention.base import KvShape
+from engine.attention.flashinfer_plan import KernelPlan, partial_bytes, query_tile
 from engine.plan import CascadeLevel, Int32
 
+_MOST_PROCESSORS = 192
 # Rows of captured decode steps: few enough to capture quickly, close enough to pad little.
 _BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -39,6 +41,18 @@ class GraphLimits(NamedTuple):
         """The smallest captured row count that holds so many rows."""
         return next((b for b in self.buckets() if rows <= b), None)
 
+    def workspace(self, shape: KvShape) -> int:
+        """Bytes of partial results that the largest captured step may need: a graph keeps room for every
+        query tile that its rows and segments could make, and for KV split over the whole chip."""
+        group = shape.num_heads // shape.num_kv_heads
+        most = 0
+        for rows in self.buckets():
+            for segments in (rows, shared_segments(rows)):
+                tile = query_tile(rows - segments + 1, group)
+                items = max(-(-rows * group // tile) + segments - 1, split_items(shape))
+                most = max(most, partial_bytes(items, tile, shape))
+        return most
+
     def key(self, plan: KernelPlan) -> GraphKey | None:
         """The graph that can run this step, or None: not a decode step, or too large for any."""
         rows = self.bucket(plan.rows)
@@ -50,6 +64,11 @@ class GraphLimits(NamedTuple):
         if any(_segments(level, plan.rows < rows) > shared_segments(rows) for level in plan.shared):
             return None
         return GraphKey(rows, len(levels))
+
+
+def split_items(shape: KvShape) -> int:
+    """Work items into which the kernel may split KV: two blocks for every processor of the largest chip."""
+    return -(-2 * _MOST_PROCESSORS // shape.num_kv_heads)
 
 
 def shared_segments(rows: int) -> int:

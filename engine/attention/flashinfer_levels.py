@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import KvShape
-from engine.attention.flashinfer_graph import GraphKey, shared_segments
-from engine.attention.flashinfer_plan import KernelPlan, split_bytes
+from engine.attention.flashinfer_graph import GraphKey, GraphLimits, shared_segments, split_items
+from engine.attention.flashinfer_plan import KernelPlan, partial_bytes, split_bytes
 from engine.plan import CascadeLevel, Int32
 
 Kernel = Literal["fa2", "fa3"]
 
-# What FlashInfer advises for the partial results of split KV.
-_FLOAT_WORKSPACE = 128 << 20
+# The largest query tile. With it, and KV split over the whole chip, partial results take the most room.
+_LARGEST_TILE = 128
 # Work lists of a captured decode step; a wrapper's own 8 MiB for each level of each graph would add up.
 _GRAPH_INT_WORKSPACE = 1 << 20
 
@@ -61,7 +61,8 @@ class Levels:
         self._used = 0
         self._writes: _Writes | None = None
         if key is None or graph is None:
-            self._workspace = _bytes(kernels, _FLOAT_WORKSPACE)
+            items = split_items(kernels.shape)
+            self._workspace = _bytes(kernels, partial_bytes(items, _LARGEST_TILE, kernels.shape))
             self._static: Tensor | None = None
         else:
             self._workspace = graph.workspace
@@ -117,13 +118,9 @@ class Levels:
 
     def _make_room(self, levels: Sequence[CascadeLevel]) -> None:
         """Have a wrapper for each level, and a workspace for fixed splits, whose number is not bounded."""
-        kernels, shape = self._kernels, self._kernels.shape
+        kernels = self._kernels
         if kernels.split_pages is not None:
-            group = shape.num_heads // shape.num_kv_heads
-            needed = max(
-                split_bytes(level, kernels.split_pages, group, shape.num_heads, shape.head_dim)
-                for level in levels
-            )
+            needed = max(split_bytes(level, kernels.split_pages, kernels.shape) for level in levels)
             if needed > self._workspace.numel():
                 self._wrappers.clear()
                 self._workspace = _bytes(kernels, needed + needed // 4)
@@ -158,10 +155,10 @@ class GraphBuffers:
     """What the graphs of one executor share. One step runs at a time, and each plans before it runs, so all
     graphs may use the same workspaces and index buffers."""
 
-    def __init__(self, kernels: Kernels, indices: int) -> None:
-        self.workspace = _bytes(kernels, _FLOAT_WORKSPACE)
+    def __init__(self, kernels: Kernels, limits: GraphLimits) -> None:
+        self.workspace = _bytes(kernels, limits.workspace(kernels.shape))
         self._kernels = kernels
-        self._indices = indices
+        self._indices = limits.indices
         self._levels: list[tuple[Tensor, Tensor]] = []
 
     def wrapper(self, rows: int, level: int) -> Any:

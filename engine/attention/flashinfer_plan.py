@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.attention.base import KvReads
+from engine.attention.base import KvReads, KvShape
 from engine.attention.checks import CheckedPlan, Ints, Segments, check_plan, ragged
 from engine.plan import CascadeLevel, CascadePlan, Int32, StepPlan
 
@@ -55,14 +55,25 @@ def kernel_plan(plan: StepPlan, page_size: int, num_pages: int, *, rows_alone: b
     )
 
 
-def split_bytes(level: CascadeLevel, split_pages: int, group: int, heads: int, head_dim: int) -> int:
-    """Workspace that a level takes when its KV are cut every `split_pages` pages: fp32 partial results and
-    their log-sum-exps, for whole query tiles. `group` is query heads for one KV head."""
+def query_tile(rows: int, group: int) -> int:
+    """Query heads of one KV head that the kernel works on at a time, for `rows` rows in a mean segment and
+    `group` query heads for one KV head."""
+    packed = rows * group
+    return 16 if packed <= 16 else 64 if packed <= 64 else 128
+
+
+def partial_bytes(items: int, tile: int, shape: KvShape) -> int:
+    """Workspace of so many work items: fp32 partial results and their log-sum-exps, for whole query tiles."""
+    return items * tile * shape.num_heads * (shape.head_dim + 1) * 4
+
+
+def split_bytes(level: CascadeLevel, split_pages: int, shape: KvShape) -> int:
+    """Workspace that a level takes when its KV are cut every `split_pages` pages."""
     rows = np.diff(level.qo_indptr).astype(np.int64)
-    mean = int(rows.sum()) * group // len(rows)
-    tile = 16 if mean <= 16 else 64 if mean <= 64 else 128
+    group = shape.num_heads // shape.num_kv_heads
+    tile = query_tile(int(rows.sum()) // len(rows), group)
     splits = np.maximum(1, -(-np.diff(level.kv_indptr).astype(np.int64) // split_pages))
-    return int((-(-rows * group // tile) * splits).sum()) * tile * heads * (head_dim + 1) * 4
+    return partial_bytes(int((-(-rows * group // tile) * splits).sum()), tile, shape)
 
 
 def _private_tokens(checked: CheckedPlan, rows_alone: bool) -> int:

@@ -248,10 +248,12 @@ def row_tables(run: dict[str, list[int]]) -> list[tuple[tuple[int, ...], int]]:
 def test_the_workspace_of_fixed_cuts_grows_when_a_step_needs_it(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.attention.flashinfer_levels._FLOAT_WORKSPACE", 1 << 16)
+    monkeypatch.setattr("engine.attention.flashinfer_levels._LARGEST_TILE", 1)
     pair = Pair(deterministic=True)
-    pair.check([Member((), tuple(range(1, 40)), 140, 12)])
-    assert pair.own._eager._workspace.numel() >= 12 * 16 * 4 * 65 * 4
+    needed = 20 * 16 * 4 * 65 * 4
+    assert pair.own._eager._workspace.numel() < needed
+    pair.check([Member((), tuple(range(1, 40)), 130, 20)])
+    assert pair.own._eager._workspace.numel() >= needed
 
 
 @pytest.mark.parametrize(
@@ -293,6 +295,18 @@ def test_fewer_rows_than_planned_are_refused(launches: Launches) -> None:
     pair.own.begin(step_plan([Member((), (5,), 0, 2)], PAGE, PAGE))
     with pytest.raises(ValueError, match="1 rows were given"):
         pair.own.attend(0, *pair.rows(1))
+
+
+def test_a_step_in_a_graphs_shapes_runs_on_its_own_rows_alone_too(launches: Launches) -> None:
+    """As when attention is timed without a decoder, which would pad the rows."""
+    pair = Pair(graphs=GraphLimits(rows=4, indices=100))
+    plan = step_plan([Member((SHARED,), (5 + i,), 8, 1) for i in range(3)], PAGE, PAGE)
+    pair.own.begin(plan)
+    pair.oracle.begin(plan)
+    assert pair.own.graph_key == GraphKey(4, 2)
+    qkv = pair.rows(3)
+    given, expected = pair.own.attend(0, *qkv), pair.oracle.attend(0, *qkv)
+    torch.testing.assert_close(given, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_an_impossible_plan_leaves_nothing_to_attend_with(launches: Launches) -> None:

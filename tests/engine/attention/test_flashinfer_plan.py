@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from engine.attention.base import KvReads
+from engine.attention.base import KvReads, KvShape
 from engine.attention.flashinfer_graph import GraphKey, GraphLimits, padded, shared_segments
 from engine.attention.flashinfer_plan import KernelPlan, kernel_plan, split_bytes
 from engine.plan import CascadeLevel, StepPlan
@@ -15,6 +15,7 @@ from tests.engine.attention.flashinfer_trees import PAGE, random_members
 from tests.engine.attention.plans import Member, step_plan
 
 POOL = 200
+SHAPE = KvShape(1, POOL, PAGE, 8, 2, 64)
 LIMITS = GraphLimits(rows=16, indices=500)
 
 
@@ -107,8 +108,16 @@ def test_alone_each_row_ends_with_itself() -> None:
 def test_the_workspace_of_fixed_splits_grows_with_the_splits() -> None:
     short = kernel_plan(plan_of(*PAIR), PAGE, POOL).private
     long = kernel_plan(plan_of(Member((), tuple(range(1, 101)), 399, 1)), PAGE, POOL).private
-    assert split_bytes(short, 10, 4, 8, 64) == 2 * 16 * 8 * 65 * 4
-    assert split_bytes(long, 10, 4, 8, 64) == 10 * 16 * 8 * 65 * 4
+    assert split_bytes(short, 10, SHAPE) == 2 * 16 * 8 * 65 * 4
+    assert split_bytes(long, 10, SHAPE) == 10 * 16 * 8 * 65 * 4
+
+
+def test_the_workspace_of_graphs_holds_every_tile_that_rows_and_segments_could_make() -> None:
+    """Groups of 128 of 256 rows, 4 query heads for a KV head: 128 heads a tile, one tile begun a segment."""
+    items = 256 * 4 // 128 + shared_segments(256) - 1
+    assert GraphLimits(256, 1).workspace(KvShape(1, 9, 16, 32, 8, 128)) == items * 128 * 32 * 129 * 4
+    few = GraphLimits(1, 1).workspace(KvShape(1, 9, 16, 8, 1, 128))
+    assert few == 2 * 192 * 16 * 8 * 129 * 4
 
 
 def test_buckets_hold_every_decode_step_up_to_the_limit() -> None:

@@ -25,10 +25,11 @@ import numpy as np
 from engine.plan import Int64
 from engine.scheduling.sharing import Sharing
 
-_MOST_VALUES = 400_000
+_MOST_VALUES = 150_000
 _MOST_STATES = 2_000
 """Values (nodes times states) and states of a node that a choice may look at, which is enough for 20 prefixes
-nested in each other and three shared levels. A tree that needs more is thinned first."""
+nested in each other and three shared levels. A tree that needs more is thinned first: the choice is then
+exact for the nodes that are left."""
 
 NOT_OPENED = -2
 FROM_START = -1
@@ -59,22 +60,21 @@ def fold(tree: Sharing, levels: int, prices: Prices) -> Int64:
 
     Returns for each node where its segment begins: the node whose end that is, FROM_START, or NOT_OPENED.
     """
-    if not len(tree.parent) or levels < 1:
-        return np.full(len(tree.parent), NOT_OPENED)
-    kept = _thin(tree, levels)
-    part = tree if kept is None else _only(tree, kept)[0]
-    most = min(levels, part.height)
-    widths = range(1, most + 1) if prices.level else (most,)
-    best, above = 0, np.full(len(part.parent), NOT_OPENED)
-    for width in widths:
-        program = _Program(part, width, prices)
+    best, chosen = 0, np.full(len(tree.parent), NOT_OPENED)
+    most = min(levels, tree.height)
+    # Fewer levels can be better: where each costs, and where they leave room to look at more nodes.
+    alone = not prices.level and (most == 0 or _fits(tree, most))
+    for width in range(most if alone else 1, most + 1) if most else ():
+        kept = _thin(tree, width)
+        program = _Program(tree if kept is None else _only(tree, kept)[0], width, prices)
         if program.value - width * prices.level > best:
             best, above = program.value - width * prices.level, program.choose()
-    if kept is None:
-        return above
-    whole = np.full(len(tree.parent), NOT_OPENED)
-    whole[kept] = np.where(above >= 0, kept[above], above)
-    return whole
+            if kept is not None:
+                chosen = np.full(len(tree.parent), NOT_OPENED)
+                chosen[kept] = np.where(above >= 0, kept[above], above)
+            else:
+                chosen = above
+    return chosen
 
 
 class _Program:
@@ -171,18 +171,28 @@ def _moves(rank: int, width: int, binding: bool) -> _Moves:
 
 
 def _thin(tree: Sharing, levels: int) -> Int64 | None:
-    """The nodes to look at, None for all: where there would be too many states, the nodes of the longest ways
-    down that save least on their own are left out, an eighth at a time."""
+    """The nodes to look at, None for all: where there would be too many states, nodes on the longest ways
+    down are left out that hardly matter, an eighth at a time and never two neighbours at once."""
     if _fits(tree, levels):
         return None
-    saving = (tree.below() - 1) * tree.tiles
-    part, kept = tree, np.arange(len(tree.parent))
+    part, kept, odd = tree, np.arange(len(tree.parent)), 0
     while not _fits(part, levels):
         way = part.rank + _heights(part)
-        worst = np.flatnonzero(way > int(way.max()) * 3 // 4)
-        drop = worst[np.argsort(saving[kept[worst]], kind="stable")[: -(-len(worst) // 8)]]
+        worst = np.flatnonzero((way > int(way.max()) * 3 // 4) & (part.rank % 2 == odd))
+        drop = worst[np.argsort(_losses(part)[worst], kind="stable")[: -(-len(worst) // 4)]]
         part, kept = _only(tree, np.delete(kept, drop))
+        odd = 1 - odd
     return kept
+
+
+def _losses(tree: Sharing) -> Int64:
+    """Tile reads that are lost without each node, with all others opened: its own sequences go without the
+    tiles that it adds, and each node right below reads them for itself."""
+    up = tree.parent
+    below = np.bincount(up[up >= 0], minlength=len(up))
+    added = tree.tiles - np.where(up >= 0, tree.tiles[up], 0)
+    losses: Int64 = (tree.direct + below - 1) * added
+    return losses
 
 
 def _fits(tree: Sharing, levels: int) -> bool:

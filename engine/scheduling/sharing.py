@@ -35,14 +35,6 @@ class Sharing(NamedTuple):
         """Nodes on the longest way down."""
         return int(self.rank[-1]) + 1 if len(self.rank) else 0
 
-    def below(self) -> Int64:
-        """Sequences at or below each node."""
-        counts = self.direct.copy()
-        for v in range(len(counts) - 1, -1, -1):
-            if self.parent[v] >= 0:
-                counts[self.parent[v]] += counts[v]
-        return counts
-
 
 class Keys(NamedTuple):
     """Last pages of tiles that may be shared. `pages` are those of all sequences one after another,

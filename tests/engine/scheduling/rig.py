@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+
+import numpy as np
 
 from engine.cache.pool import PagePool
-from engine.plan import StepCosts, StepPlan
+from engine.plan import CascadeLevel, Int32, StepCosts, StepPlan
+from engine.scheduling.cascade import CascadePlanner, Planned, Rules
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.types import CacheReceipt, EngineRequest, FinishReason, SamplingParams
 from tests.engine.scheduling.fake_runner import STOP, FakeRunner, Truth, alone
@@ -33,6 +36,42 @@ class Stream:
         return self.request.prompt + tuple(self.tokens)
 
 
+class CheckedPlanner(CascadePlanner):
+    """Each plan must be what a planner that knows no earlier step gives, and leave the one before as it was.
+
+    `reused` counts the plans that took over all shared levels of the one before.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
+        self.reused = 0
+        self._shared: tuple[CascadeLevel, ...] = ()
+        self._given: list[tuple[Int32, bytes]] = []
+
+    def plan(self, tables: list[Sequence[int]], starts: list[int], rows: list[int]) -> Planned:
+        planned = super().plan(tables, starts, rows)
+        assert all(array.tobytes() == before for array, before in self._given), "an older plan was changed"
+        fresh = CascadePlanner(self.rules).plan(tables, starts, rows)
+        assert planned.order == fresh.order
+        ours, theirs = planned.attention, fresh.attention
+        assert ours._replace(levels=(), kv_start=0, positions=0) == theirs._replace(  # type: ignore[arg-type]
+            levels=(), kv_start=0, positions=0
+        )
+        assert len(ours.levels) == len(theirs.levels)
+        arrays = [*sum(ours.levels, ()), ours.kv_start, ours.positions]
+        for one, other in zip(
+            arrays, [*sum(theirs.levels, ()), theirs.kv_start, theirs.positions], strict=True
+        ):
+            assert one.dtype == other.dtype == np.int32
+            assert np.array_equal(one, other), "not what a planner without memory gives"
+        shared = ours.levels[:-1]
+        self.reused += len(shared) > 0 and all(
+            a is b for a, b in zip(sum(shared, ()), sum(self._shared, ()), strict=False)
+        )
+        self._shared, self._given = shared, [(array, array.tobytes()) for array in arrays]
+        return planned
+
+
 class Rig:
     """Small pools by default: they make everything happen that large ones only do at night."""
 
@@ -43,6 +82,8 @@ class Rig:
         limits.setdefault("context", pages * page_size)
         limits.setdefault("align", page_size)
         self.scheduler = Scheduler(self.pool, Limits(**limits), costs or StepCosts())  # type: ignore[arg-type]
+        self.planner = CheckedPlanner(self.scheduler._planner.rules)
+        self.scheduler._planner = self.planner
         self.runner = FakeRunner(pages + 1, page_size)
         self.streams: dict[int, Stream] = {}
         self.in_flight: StepPlan | None = None

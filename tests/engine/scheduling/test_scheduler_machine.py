@@ -45,6 +45,7 @@ class CalmMachine(RuleBasedStateMachine):
         max_step_tokens=st.integers(1, 20),
         step_ms=st.sampled_from((1.0, 20.0, 1e9)),
         cascade=st.sampled_from(("off", "auto", "auto", "force")),
+        cascade_levels=st.sampled_from((2, 4, 4, 8)),
     )
     def start(self, page_size: int, pages: int, tile_pages: int, step_ms: float, **limits: object) -> None:
         self.rig = Rig(

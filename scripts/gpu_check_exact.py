@@ -17,12 +17,18 @@ from engine.attention.base import AttentionBackend, KvShape
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.flashinfer_graph import GraphLimits
 from engine.attention.reference import ReferenceAttention
+from engine.models import cuda_setup, store
+from engine.pipeline import Pipeline
+from engine.sampling.sampler import Sampler
+from engine.scratch import Chunk, flat_plan
 
 DTYPE = torch.bfloat16
 # bf16 keeps 8 bits; a row's output is rounded once a level.
 ABSOLUTE, RELATIVE = 1e-2, 1.6e-2
 LOGPROB = 0.15
 _GRAPHS = GraphLimits(rows=64, indices=20_000)
+# A case of few rows that has a shared level.
+_SMALL = 11
 
 
 class Check(NamedTuple):
@@ -78,6 +84,19 @@ class Executors:
 
     def _draw(self, *size: int) -> Tensor:
         return torch.randn(*size, generator=self._random).to(DTYPE)
+
+
+def run_every_kernel(model: Path, device: str) -> None:
+    """Run what the checks run, once and on little, so that FlashInfer compiles all of it."""
+    for _ in attention_checks(device, [_SMALL]):
+        pass
+    config = EngineConfig(model=str(model))
+    decoder = cuda_setup.load_cuda_decoder(config, store.resolve(str(model)), device)
+    sizes = decoder.config
+    shape = KvShape(sizes.num_layers, 8, PAGE, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
+    attention = FlashInferAttention(shape, decoder.dtype, device=device)
+    pipeline = Pipeline(decoder, attention, Sampler(sizes.vocab_size))
+    pipeline.logits(pipeline.hidden(flat_plan([Chunk(1, 0, [1, 2, 3])], PAGE, PAGE)), [2])
 
 
 def attention_checks(device: str, seeds: Sequence[int]) -> Iterator[Check]:

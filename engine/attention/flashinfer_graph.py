@@ -48,7 +48,7 @@ class GraphLimits(NamedTuple):
         most = 0
         for rows in self.buckets():
             for segments in (rows, shared_segments(rows)):
-                tile = query_tile(rows - segments + 1, group)
+                tile = query_tile((rows - segments + 1) * group)
                 items = max(-(-rows * group // tile) + segments - 1, split_items(shape))
                 most = max(most, partial_bytes(items, tile, shape))
         return most

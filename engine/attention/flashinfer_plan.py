@@ -55,10 +55,9 @@ def kernel_plan(plan: StepPlan, page_size: int, num_pages: int, *, rows_alone: b
     )
 
 
-def query_tile(rows: int, group: int) -> int:
-    """Query heads of one KV head that the kernel works on at a time, for `rows` rows in a mean segment and
-    `group` query heads for one KV head."""
-    packed = rows * group
+def query_tile(packed: int) -> int:
+    """Query heads of one KV head, of all rows of a segment, that the kernel works on at a time; `packed` is
+    how many of them there are in the mean segment."""
     return 16 if packed <= 16 else 64 if packed <= 64 else 128
 
 
@@ -71,7 +70,7 @@ def split_bytes(level: CascadeLevel, split_pages: int, shape: KvShape) -> int:
     """Workspace that a level takes when its KV are cut every `split_pages` pages."""
     rows = np.diff(level.qo_indptr).astype(np.int64)
     group = shape.num_heads // shape.num_kv_heads
-    tile = query_tile(int(rows.sum()) // len(rows), group)
+    tile = query_tile(int(rows.sum()) * group // len(rows))
     splits = np.maximum(1, -(-np.diff(level.kv_indptr).astype(np.int64) // split_pages))
     return partial_bytes(int((-(-rows * group // tile) * splits).sum()), tile, shape)
 

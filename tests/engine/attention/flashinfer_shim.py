@@ -57,10 +57,10 @@ def cpu_kernels(empty_lse_log2: float = -math.inf) -> Iterator[Launches]:
         (prefill, "get_batch_prefill_module", lambda backend, *kinds: _prefill(log, backend, kinds)),
         (cascade, "get_cascade_module", lambda: _namespace(merge_state_in_place=_merge(log))),
         (page, "get_page_module", lambda: _namespace(append_paged_kv_cache=_append(log))),
-        (norm, "get_norm_module", lambda: _namespace(rmsnorm=_rmsnorm, fused_add_rmsnorm=_fused_add_rmsnorm)),
+        (norm, "get_norm_module", lambda: _norms(log)),
         (norm, "_use_cuda_norm", lambda device: True),
-        (activation, "get_act_and_mul_module", lambda name: _namespace(silu_and_mul=_silu_and_mul)),
-        (rope, "get_rope_module", lambda: _namespace(apply_rope_pos_ids_cos_sin_cache=_rope)),
+        (activation, "get_act_and_mul_module", lambda name: _activation(log)),
+        (rope, "get_rope_module", lambda: _rotation(log)),
         (wrapper, "plan", _bound(wrapper.plan)),
         (wrapper, "run", _bound(wrapper.run)),
     ]
@@ -248,6 +248,21 @@ def _append(log: Launches) -> Callable[..., None]:
             k_cache[at, offset], v_cache[at, offset] = key[row], value[row]
 
     return append
+
+
+def _norms(log: Launches) -> types.SimpleNamespace:
+    log.seen.append(("norm", {}))
+    return _namespace(rmsnorm=_rmsnorm, fused_add_rmsnorm=_fused_add_rmsnorm)
+
+
+def _activation(log: Launches) -> types.SimpleNamespace:
+    log.seen.append(("activation", {}))
+    return _namespace(silu_and_mul=_silu_and_mul)
+
+
+def _rotation(log: Launches) -> types.SimpleNamespace:
+    log.seen.append(("rope", {}))
+    return _namespace(apply_rope_pos_ids_cos_sin_cache=_rope)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

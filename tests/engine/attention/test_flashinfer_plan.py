@@ -109,6 +109,14 @@ def test_the_workspace_of_fixed_splits_grows_with_the_splits() -> None:
     short = kernel_plan(plan_of(*PAIR), PAGE, POOL).private
     long = kernel_plan(plan_of(Member((), tuple(range(1, 101)), 399, 1)), PAGE, POOL).private
     assert split_bytes(short, 10, SHAPE) == 2 * 16 * 8 * 65 * 4
+    uneven = kernel_plan(
+        plan_of(*[Member((), (20 + i,), 0, 1 + i // 2) for i in range(3)]), PAGE, POOL
+    ).private
+    assert split_bytes(uneven, 10, KvShape(1, POOL, PAGE, 8, 1, 64)) == 3 * 16 * 8 * 65 * 4
+    wider = kernel_plan(
+        plan_of(*[Member((), (20 + i,), 0, 2 + i // 2) for i in range(3)]), PAGE, POOL
+    ).private
+    assert split_bytes(wider, 10, KvShape(1, POOL, PAGE, 8, 1, 64)) == 3 * 64 * 8 * 65 * 4, "18 in the mean"
     assert split_bytes(long, 10, SHAPE) == 10 * 16 * 8 * 65 * 4
 
 

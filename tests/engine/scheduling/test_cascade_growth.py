@@ -68,6 +68,23 @@ def test_sequences_that_come_to_share_what_they_generate_are_grouped() -> None:
     rig.drain()
 
 
+def test_a_first_tile_that_another_has_long_completed_is_shared() -> None:
+    """The second request comes when the first has generated more than a tile, and says the same."""
+    rig = rig_of([(0, 1, 2, 0, 1)], max_tokens=60, align=12)
+    grow(rig, 12)
+    rig.submit((0, 1, 2, 0, 1), 60)
+    rig.step()
+    reused = []
+    for _ in range(9):
+        plan = rig.plan()
+        assert plan is not None
+        reused.append(plan.attention.kv_start.tolist())
+        rig.commit()
+    assert reused[0] == [0, 0]
+    assert reused[-1] == [12, 12]
+    rig.drain()
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 24), st.integers(1, 30), st.integers(0, 1)),

@@ -202,3 +202,12 @@ def test_a_thousand_nested_prefixes_are_planned() -> None:
         assert attention.saved_tokens >= before
         before = attention.saved_tokens
     assert before > 0.9 * sum(s.start for s in spans)
+
+
+def test_longest_chains_come_first_so_that_what_lacks_a_level_stands_together() -> None:
+    """The worked example in reverse: C and r9 arrived before A and B, and still stand behind them."""
+    spans = example()[::-1]
+    order, plan = plan_cascade(spans, 4, 4, "force", 3)
+    assert order == [3, 4, 5, 6, 7, 8, 9, 1, 2, 0]
+    assert arrays(plan.levels[0]) == [[0, 7, 10], [0, 2, 2], [1, 2], [4, 0]]
+    assert arrays(plan.levels[1])[0] == [0, 3, 7, 9, 10]

@@ -77,11 +77,6 @@ class FlashInferAttention:
         self._current: Levels | None = None
         self._rows = self._own_rows = 0
 
-    @property
-    def graph_limits(self) -> GraphLimits:
-        """The steps that are planned in a graph's shapes."""
-        return self._limits
-
     def copy_rows(self, copies: Sequence[RowCopy]) -> None:
         for copy in copies:
             self._check_page(copy.source)

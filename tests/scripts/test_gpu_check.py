@@ -136,6 +136,12 @@ def test_the_benchmark_counts_what_each_way_reads(launches: Launches) -> None:
     assert found[128, 2].cascade_bytes == (2 * 128 + 4 * 128) * token
 
 
+def test_the_benchmark_runs_the_kernel_that_it_names(launches: Launches) -> None:
+    (cell,) = cells("cpu", clock, "fa3", TINY._replace(prefixes=(64,), groups=(1,)), time.monotonic() + 600)
+    assert cell.kernel == "fa3"
+    assert {plan["backend"] for plan in launches.of("plan")} == {"fa3"}
+
+
 def test_the_benchmark_ends_when_time_is_up(launches: Launches) -> None:
     assert list(cells("cpu", clock, "fa2", TINY, time.monotonic() - 1)) == []
 

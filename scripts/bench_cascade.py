@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench_tools import report_bars, table
+from bench_tools import report_bars
 
 from engine import machine
 
@@ -56,7 +56,7 @@ def main() -> int:
 
     import torch
     from bench_cascade_bars import measure_bars
-    from bench_cascade_table import gate_bars, heat_map, measure_table
+    from bench_cascade_table import gate_bars, heat_map, measure_table, show
 
     from engine.models.linear import native_bf16
 
@@ -71,8 +71,7 @@ def main() -> int:
     with torch.inference_mode():
         if not options.bars_only:
             rows = measure_table(options)
-            print("\nmedians; off/force: above 1 sharing is faster, with its 95 % interval\n")
-            print(table(rows) + "\n")
+            show(rows)
         bars = [*measure_bars(options), *gate_bars(rows)]
     if options.png:
         heat_map(rows, options.png)

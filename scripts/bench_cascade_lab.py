@@ -18,7 +18,7 @@ from engine.plan import SampleRow, StepPlan
 from engine.types import SamplingParams
 
 # SmolLM2-135M's attention; the pages and tiles that a server has by default.
-HEADS, KV_HEADS, HEAD_DIM, PAGE, TILE = 9, 3, 64, 16, 256
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE, TILE = 30, 9, 3, 64, 16, 256
 # A timed run of attention takes as many layers as last about this long.
 SAMPLE_SECONDS = 0.006
 
@@ -39,7 +39,7 @@ class Lab:
 
     def __init__(self, options: argparse.Namespace, batch: Batch) -> None:
         self.options, self.batch = options, batch
-        self.dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
+        self.dtype = self.dtype_of(options)
         self.token_bytes = 2 * KV_HEADS * HEAD_DIM * self.dtype.itemsize
         layer_bytes = (batch.pages + 1) * PAGE * self.token_bytes
         self.layers = max(6, -(-options.rotate_mb * 1_000_000 // layer_bytes))
@@ -71,6 +71,10 @@ class Lab:
         runs = alternate([*(runner(i) for i in range(len(plans))), *beside], rounds)
         return Timed(runs, [statistics.median(times) for times in begins])
 
+    @staticmethod
+    def dtype_of(options: argparse.Namespace) -> torch.dtype:
+        return torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
+
     def reads(self, plan: StepPlan) -> int:
         """KV tokens that a layer reads for a plan, as the executor counts them."""
         self.executor.begin(plan)
@@ -97,12 +101,10 @@ class Steps:
     """Whole steps of the default model over random KV."""
 
     def __init__(self, options: argparse.Namespace, pages: int) -> None:
-        page_bytes = KvShape(30, 0, PAGE, HEADS, KV_HEADS, HEAD_DIM).page_bytes(
-            2 if options.dtype == "bfloat16" else 4
-        )
+        shape = KvShape(LAYERS, 0, PAGE, HEADS, KV_HEADS, HEAD_DIM)
+        page_bytes = shape.page_bytes(Lab.dtype_of(options).itemsize)
         self.runner = load_runner(options.executor, options.threads, (pages + 8) * page_bytes / 1e9)
-        self.filled = pages
-        dtype = torch.bfloat16 if self.runner.info.dtype == "bfloat16" else torch.float32
+        dtype = self.runner.pipeline.decoder.dtype
         fill(self.runner.pipeline.attention, runner_shape(self.runner), dtype, pages)
 
     def time(self, plans: Sequence[StepPlan], rounds: int) -> Timed:

@@ -9,15 +9,21 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from bench_batches import grouped, same_plan, step_of
-from bench_cascade_lab import PAGE, TILE, Lab, Steps, Timed
-from bench_tools import Bar, at_most, geometric_mean, ratio_interval
+from bench_cascade_lab import HEAD_DIM, HEADS, KV_HEADS, LAYERS, PAGE, TILE, Lab, Steps, Timed
+from bench_engine import make_executor
+from bench_tools import Bar, at_most, geometric_mean, ratio_interval, table
 
-from engine.plan import StepPlan
+from engine import gate
+from engine.attention.base import KvShape
+from engine.plan import GateCosts, StepPlan
 
 MODES = ("off", "force", "auto")
 # Tokens that each sequence has of its own.
 TAIL = 100
+# What names a cell, and what the gate made of it.
+CELL = ("groups", "batch", "prefix", "auto is")
 
 
 def sizes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
@@ -34,17 +40,31 @@ def measure_table(options: argparse.Namespace) -> list[dict[str, Any]]:
     cells = sizes(options)
     batches = [grouped(g, b // g, prefix, TAIL, PAGE) for g, b, prefix in cells]
     steps = None if options.attention_only else Steps(options, max(batch.pages for batch in batches))
+    costs = gate_costs(options) if steps is None else steps.runner.gate
+    print(f"gate: {costs}")
     rows = []
     for number, ((groups, count, prefix), batch) in enumerate(zip(cells, batches, strict=True)):
-        plans = {mode: step_of(batch, TILE, mode) for mode in MODES}
-        row: dict[str, Any] = {"groups": groups, "batch": count, "prefix": prefix}
         lab = Lab(options, batch)
+        plans = {mode: step_of(batch, TILE, mode, 4, costs, lab.token_bytes) for mode in MODES}
+        auto = next(m for m in MODES if same_plan(plans["auto"].attention, plans[m].attention))
+        row: dict[str, Any] = dict(zip(CELL, (groups, count, prefix, auto), strict=True))
         row |= _cell("layer", _by_mode(_timer(lab, options.rounds), plans))
         if steps is not None:
             row |= _cell("step", _by_mode(_timer(steps, options.rounds), plans))
         rows.append(row)
         print(f"  cell {number + 1} of {len(cells)}", end="\r", file=sys.stderr, flush=True)
     return rows
+
+
+def gate_costs(options: argparse.Namespace) -> GateCosts:
+    """What the gate of a server would weigh, measured now on an executor without a model."""
+    pages, dtype = 2000, Lab.dtype_of(options)
+    shape = KvShape(LAYERS, pages, PAGE, HEADS, KV_HEADS, HEAD_DIM)
+    executor = make_executor(options.executor, shape, dtype, TILE, options.threads)
+    costs = gate.measure(executor, shape, dtype, torch.device("cpu"))
+    if costs is None:
+        print("the machine is too busy to measure the gate's costs: sharing counts as free")
+    return costs or GateCosts()
 
 
 def _timer(where: Lab | Steps, rounds: int) -> Callable[[Sequence[StepPlan]], Timed]:
@@ -65,15 +85,29 @@ def _by_mode(
 def _cell(what: str, runs: dict[str, list[float]]) -> dict[str, Any]:
     off, force, auto = (statistics.median(runs[mode]) * 1e3 for mode in MODES)
     gain = ratio_interval(runs["off"], runs["force"])
+    worse = max(ratio_interval(runs["auto"], runs[mode]).median for mode in ("off", "force"))
     return {
-        f"{what} off ms": off,
-        f"{what} force ms": force,
-        f"{what} auto ms": auto,
+        f"{what} off": off,
+        f"{what} force": force,
+        f"{what} auto": auto,
         f"{what} off/force": gain.median,
         f"{what} low": gain.low,
         f"{what} high": gain.high,
-        f"{what} auto/best": auto / min(off, force),
+        f"{what} auto/best": worse,
     }
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the table: attention alone, then whole steps."""
+    print("medians in ms; off/force: above 1 sharing is faster, with its 95 % interval")
+    for what, title in (("layer", "attention alone, a layer"), ("step", "whole steps")):
+        part = [
+            {k.removeprefix(f"{what} "): v for k, v in row.items() if k in CELL or k.startswith(f"{what} ")}
+            for row in rows
+        ]
+        if len(part[0]) > len(CELL):
+            print(f"\n{title}\n\n{table(part)}")
+    print()
 
 
 def gate_bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:

@@ -123,6 +123,7 @@ class Decoding:
 def make_scheduler(runner: Runner, cascade: CascadeMode, running: int, rows: int = 1 << 16) -> Scheduler:
     """A scheduler with an empty cache over all of the runner's pages. Steps are bounded by rows alone."""
     info = runner.info
+    shape = runner_shape(runner)
     limits = Limits(
         context=info.context_length,
         max_running=running,
@@ -130,6 +131,9 @@ def make_scheduler(runner: Runner, cascade: CascadeMode, running: int, rows: int
         step_ms=1e9,
         align=runner.pipeline.attention.align,
         cascade=cascade,
+        gate=runner.gate,
+        token_bytes=2 * shape.num_kv_heads * shape.head_dim * runner.pipeline.decoder.dtype.itemsize,
+        layers=shape.num_layers,
     )
     return Scheduler(PagePool(info.num_pages, info.page_size), limits, runner.costs)
 

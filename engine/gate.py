@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 # Tokens of a block: enough to be worth sharing.
 _BLOCK_TOKENS = {"cpu": 256, "cuda": 1024}
 # Seconds after which nothing more is repeated.
-_BUDGET = 0.7
+_BUDGET = 0.4
 # Seconds after which a machine counts as too busy.
-_GIVE_UP = 1.5
+_GIVE_UP = 1.2
 _MOST_REPEATS = 15
 # The quickest two runs of a batch differ by less than this where the machine is quiet.
 _QUIET = 0.1

@@ -153,7 +153,7 @@ class GateCosts(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> GateCosts:
-        """Read "byte_ns=0.02,segment_ns=500"; what is not named costs nothing. Raises ConfigError."""
+        """Read "byte_ns=0.02,segment_ns=500"; what is not named keeps its default. ConfigError."""
         values: dict[str, float] = {}
         for part in text.split(","):
             name, _, number = part.partition("=")

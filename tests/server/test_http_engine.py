@@ -36,7 +36,8 @@ class CountingRunner:
             vocab_size=VOCAB,
             page_size=16,
             num_pages=200,
-            kv_bytes=1,
+            kv_bytes=200 * 16 * 8,
+            num_layers=2,
             fingerprint="counting",
             bit_identical=True,
         )
@@ -142,3 +143,24 @@ async def test_the_start_counts_the_pages_that_the_metrics_count():
         assert f"KV pool: {pages:.0f} pages of 16 = {pages * 16:.0f} tokens" in "\n".join(
             banner(client.engine.info)
         )
+
+
+async def test_metrics_tell_what_shared_prefixes_saved():
+    """Three streams under 64 common tokens, in tiles of 32."""
+    shared = [5 + i % 200 for i in range(70)]
+    async with serving(tile=32, cascade="force", cascade_levels=3) as client:
+        await client.complete(shared, max_tokens=1)
+        await asyncio.gather(*(client.complete([*shared, 210 + i], max_tokens=20) for i in range(3)))
+        async with client.session.get(client.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        found = {
+            name.removeprefix("headwater_").removesuffix("_total"): float(value)
+            for name, value in (line.split() for line in lines if "{" not in line and line[0] != "#")
+        }
+        assert found["cascade_steps"] > 10
+        assert found["cascade_groups"] == found["cascade_levels"] == found["cascade_steps"]
+        assert found["cascade_rows"] > 2 * found["cascade_steps"]
+        assert found["kv_bytes_saved"] == 8 * 64 * (found["cascade_rows"] - found["cascade_steps"])
+        assert found["kv_bytes_read"] > 0
+        assert found["kv_bytes_read"] % 8 == 0
+        assert (found["cascade_refused"], found["verified_steps"], found["differing_steps"]) == (0, 0, 0)

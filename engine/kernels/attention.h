@@ -86,16 +86,22 @@ struct Work {
   std::vector<float> values, weights;
 };
 
-// What one thread needs.
+// What one thread needs. `vectors` holds where each vector of a tile's keys begins; the values of the same
+// tokens begin one page's keys later.
 struct Scratch {
   std::vector<float> scores, sums, tile_sums, peaks, totals;
   std::vector<uint8_t> probabilities;
+  std::vector<const void*> vectors;
+
+  // Elements from one row of scores to the next: not a power of two, so that rows don't share cache sets.
+  static int64_t row(const KvPool& pool) { return pool.tile + 2 * kLanes; }
 
   void fit(const KvPool& pool, size_t element) {
-    scores.resize(static_cast<size_t>(kBlockRows) * pool.tile);
-    probabilities.resize(kBlockRows * pool.tile * element);
+    scores.resize(static_cast<size_t>(kBlockRows) * row(pool));
+    probabilities.resize(static_cast<size_t>(kBlockRows) * row(pool) * element);
     sums.resize(static_cast<size_t>(kBlockRows) * pool.head_dim);
     tile_sums.resize(sums.size());
+    vectors.resize(pool.tile / kLanes);
     peaks.resize(kBlockRows);
     totals.resize(kBlockRows);
   }
@@ -121,25 +127,24 @@ inline void finish(const float* sums, float total, T* out, int head_dim) {
   for (int d = 0; d < head_dim; d += kLanes) Element<T>::narrow(out + d, div(load(sums + d), divisor));
 }
 
-// Scores of `rows` packed query rows [rows, head_dim] with the first `vecs` vectors of a tile's keys.
+// call(width, first) for vectors [first, first + width) of `count`, as many at a time as the registers hold.
+template <class Call>
+inline void each_span(int count, Call call) {
+  int n = 0;
+  for (; n + kScoreVecs <= count; n += kScoreVecs) call(std::integral_constant<int, kScoreVecs>{}, n);
+  for (; n + 2 <= count; n += 2) call(std::integral_constant<int, 2>{}, n);
+  for (; n < count; ++n) call(std::integral_constant<int, 1>{}, n);
+}
+
+// Scores of `rows` packed query rows [rows, head_dim] with `vecs` vectors of keys.
 template <class T>
-inline void score(const Pages<T>& kv, int head, const int64_t* pages, int vecs, const T* q, int rows, float* out,
-                  int64_t ldo) {
+inline void score(const T* const* keys, int vecs, const T* q, int rows, int head_dim, float* out, int64_t ldo) {
   constexpr int kPair = Element<T>::kPair;
-  const int per_page = kv.page_size / kLanes, steps = kv.head_dim / kPair;
-  const int64_t vector = static_cast<int64_t>(kv.head_dim) * kLanes;
-  const auto run = [&](auto width, int first) {
-    const auto columns = [&](int, int n) {
-      const int v = first + n;
-      return kv.keys(pages[v / per_page], head) + v % per_page * vector;
-    };
-    dot_all<T, kScoreRows, decltype(width)::value>(rows, q, kv.head_dim, 1, steps, columns, kLanes * kPair,
+  each_span(vecs, [&](auto width, int first) {
+    const auto columns = [&](int, int n) { return keys[first + n]; };
+    dot_all<T, kScoreRows, decltype(width)::value>(rows, q, head_dim, 1, head_dim / kPair, columns, kLanes * kPair,
                                                    out + first * kLanes, ldo);
-  };
-  int v = 0;
-  for (; v + kScoreVecs <= vecs; v += kScoreVecs) run(std::integral_constant<int, kScoreVecs>{}, v);
-  for (; v + 2 <= vecs; v += 2) run(std::integral_constant<int, 2>{}, v);
-  for (; v < vecs; ++v) run(std::integral_constant<int, 1>{}, v);
+  });
 }
 
 // One row's scores to probabilities: 2^(scale2 * score - peak), 0 from token `visible` on.
@@ -164,25 +169,16 @@ inline void soften(const float* scores, int vecs, int visible, float scale2, T* 
   total = sum(sums);
 }
 
-// Values of a tile's first `vecs` vectors of tokens weighted by p [rows, ldp]: out [rows, head_dim].
+// Values of `vecs` vectors of tokens, `offset` behind their keys, weighted by p [rows, ldp]: out [rows, head_dim].
 template <class T>
-inline void weigh(const Pages<T>& kv, int head, const int64_t* pages, int vecs, const T* p, int64_t ldp, int rows,
+inline void weigh(const T* const* keys, int64_t offset, int vecs, const T* p, int64_t ldp, int rows, int head_dim,
                   float* out) {
   constexpr int kPair = Element<T>::kPair;
-  const int per_page = kv.page_size / kLanes, steps = kLanes / kPair;
-  const auto run = [&](auto width, int first) {
-    const auto columns = [&](int v, int n) {
-      return kv.values(pages[v / per_page], head) +
-             static_cast<int64_t>(v % per_page) * kLanes * kv.head_dim + (first + n) * kLanes * kPair;
-    };
-    dot_all<T, kScoreRows, decltype(width)::value>(rows, p, ldp, vecs, steps, columns, kv.head_dim * kPair,
-                                                   out + first * kLanes, kv.head_dim);
-  };
-  const int width = kv.head_dim / kLanes;
-  int n = 0;
-  for (; n + kScoreVecs <= width; n += kScoreVecs) run(std::integral_constant<int, kScoreVecs>{}, n);
-  for (; n + 2 <= width; n += 2) run(std::integral_constant<int, 2>{}, n);
-  for (; n < width; ++n) run(std::integral_constant<int, 1>{}, n);
+  each_span(head_dim / kLanes, [&](auto width, int first) {
+    const auto columns = [&](int v, int n) { return keys[v] + offset + (first + n) * kLanes * kPair; };
+    dot_all<T, kScoreRows, decltype(width)::value>(rows, p, ldp, vecs, kLanes / kPair, columns, head_dim * kPair,
+                                                   out + first * kLanes, head_dim);
+  });
 }
 
 // Do one item. q is [kv_heads, rows of the step, group, head_dim], out [rows of the step, heads, head_dim].
@@ -190,9 +186,10 @@ template <class T>
 inline void attend_item(const KvPool& pool, const Pages<T>& kv, Work& work, const Item& item, const T* q,
                         Scratch& scratch, T* out) {
   const int group = pool.heads / pool.kv_heads, packed = item.rows * group, dim = pool.head_dim;
-  const int per_tile = pool.tile / pool.page_size;
+  const int per_tile = pool.tile / pool.page_size, per_page = pool.page_size / kLanes;
   const T* queries = q + (static_cast<int64_t>(item.kv_head) * work.rows + item.row) * group * dim;
   T* p = reinterpret_cast<T*>(scratch.probabilities.data());
+  const int64_t ld = Scratch::row(pool);
   const auto state = [&](int j) {  // of packed row j
     return (work.base[item.row + j / group] + item.slot) * pool.heads + item.kv_head * group + j % group;
   };
@@ -207,17 +204,20 @@ inline void attend_item(const KvPool& pool, const Pages<T>& kv, Work& work, cons
     const int64_t* pages = item.pages + static_cast<int64_t>(t) * per_tile;
     const int seen = causal ? work.positions[item.row + item.rows - 1] % pool.tile + 1 : pool.tile;
     const int vecs = (seen + kLanes - 1) / kLanes;
-    score(kv, item.kv_head, pages, vecs, queries, packed, scratch.scores.data(), pool.tile);
+    const T** keys = reinterpret_cast<const T**>(scratch.vectors.data());
+    for (int v = 0; v < vecs; ++v)
+      keys[v] = kv.keys(pages[v / per_page], item.kv_head) + v % per_page * kLanes * dim;
+    score(keys, vecs, queries, packed, dim, scratch.scores.data(), ld);
     const bool first = t == 0 && !item.carried;
     float peaks[kBlockRows], totals[kBlockRows];
     for (int j = 0; j < packed; ++j) {
       const int visible = causal ? work.positions[item.row + j / group] % pool.tile + 1 : pool.tile;
-      soften(&scratch.scores[static_cast<int64_t>(j) * pool.tile], vecs, visible, pool.scale * 1.44269504f,
-             p + static_cast<int64_t>(j) * pool.tile, first ? scratch.peaks[j] : peaks[j],
+      soften(&scratch.scores[j * ld], vecs, visible, pool.scale * 1.44269504f,
+             p + j * ld, first ? scratch.peaks[j] : peaks[j],
              first ? scratch.totals[j] : totals[j]);
     }
     float* sums = first ? scratch.sums.data() : scratch.tile_sums.data();
-    weigh(kv, item.kv_head, pages, vecs, p, pool.tile, packed, sums);
+    weigh(keys, kv.size, vecs, p, ld, packed, dim, sums);
     if (!first)
       for (int j = 0; j < packed; ++j)
         fold(&scratch.sums[j * dim], scratch.peaks[j], scratch.totals[j], sums + j * dim, peaks[j], totals[j], dim);

@@ -6,6 +6,7 @@ before they come here. Import torch first: both then share one OpenMP runtime, h
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int32, c_int64, c_void_p
@@ -17,6 +18,7 @@ from torch import Tensor
 from engine.errors import KernelUnavailable
 from engine.kernels.build import build
 
+_HUGE_PAGE = 2 << 20
 # Phases that the kernel times, in its order.
 PHASES = ("norm", "linear", "rotate", "attention")
 
@@ -151,12 +153,17 @@ def load_library() -> Library:
 def huge_zeros(size: int) -> Tensor:
     """uint8 [size] zeros that take memory only when first written, in huge pages where the system has them.
 
-    Weights and KV are streamed: with 4 KB pages the walk of page tables costs a good part of it.
+    Weights and KV are streamed. With 4 KB pages a walk of the page tables comes every 64 lines, which on a
+    virtual machine halves the bandwidth.
     """
-    memory = mmap.mmap(-1, max(size, 1))
+    room = -(-max(size, 1) // _HUGE_PAGE) * _HUGE_PAGE + _HUGE_PAGE
+    memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:size]
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    skip = -whole.data_ptr() % _HUGE_PAGE
+    return whole[skip : skip + size]
 
 
 def _procedure(function: ctypes._NamedFuncPointer, *arguments: type) -> ctypes._NamedFuncPointer:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.plan import CascadeLevel, Int32, Int64
-from engine.scheduling.folding import FROM_START, NOT_OPENED
+from engine.scheduling.folding import NOT_OPENED
 from engine.scheduling.sharing import Sharing, flatten
 
 
@@ -38,70 +38,72 @@ def arrange(tree: Sharing, chosen: Int64) -> Forest:
     A segment stands as many levels above the private one as there are segments in the longest chain from
     it down, and the longest chains come first, so that those without one in a level are neighbours.
     """
-    opened = np.flatnonzero(chosen != NOT_OPENED).tolist()
-    above = chosen.tolist()
-    at = _attached(tree, above)
-    members: dict[int, list[int]] = {v: [] for v in opened}
-    members[FROM_START] = []
-    for i, v in enumerate(at):
-        members[v].append(i)
-    children: dict[int, list[int]] = {v: [] for v in members}
-    height, earliest = dict.fromkeys(members, 1), {v: m[0] if m else len(at) for v, m in members.items()}
-    for v in reversed(opened):  # nodes below come first
-        up = above[v]
-        children[up].append(v)
-        height[up] = max(height[up], height[v] + 1)
-        earliest[up] = min(earliest[up], earliest[v])
-    order, first, stop = _walk(members, children, height, earliest)
-    levels = height[FROM_START] - 1
-    node = np.array(opened)
-    begins = np.array([above[v] for v in opened])
+    node = np.flatnonzero(chosen != NOT_OPENED)
+    opened, above, root = node.tolist(), chosen.tolist(), len(chosen)
+    deepest = np.array([*_deepest(tree, above, root), root])  # the last entry answers for -1, "no node"
+    at = deepest[tree.node]
+    size, earliest, height = _gather(at, opened, above, root)
+    finished = _walk(opened, above, root, height, earliest)
+    order = np.argsort(finished[at], kind="stable")
+    stop = np.searchsorted(finished[at[order]], finished[node], side="right")
+    begins = chosen[node]
     begin = np.where(begins >= 0, tree.tiles[begins], 0)
     end = tree.tiles[node]
-    owner = np.array(at)[order]
+    owner = at[order]
     return Forest(
-        order,
-        members=len(at) - len(members[FROM_START]),
-        reach=np.where(owner >= 0, tree.tiles[owner], 0),
+        order.tolist(),
+        members=int((at != root).sum()),
+        reach=np.append(tree.tiles, 0)[owner],
         node=node,
-        level=np.array([levels - height[v] for v in opened]),
-        first=np.array([first[v] for v in opened]),
-        stop=np.array([stop[v] for v in opened]),
+        level=np.array([height[root] - 1 - height[v] for v in opened]),
+        first=stop - size[node],
+        stop=stop,
         begin=begin,
         end=end,
         tiles=int((end - begin).sum()),
     )
 
 
-def _attached(tree: Sharing, above: list[int]) -> list[int]:
-    """The deepest opened node over each sequence, FROM_START for none."""
+def _deepest(tree: Sharing, above: list[int], root: int) -> list[int]:
+    """For each node the deepest opened one on the way down to it, itself counted; `root` for none."""
     deepest = list[int]()
     for v, up in enumerate(tree.parent.tolist()):
-        opened = above[v] != NOT_OPENED
-        deepest.append(v if opened else deepest[up] if up >= 0 else FROM_START)
-    return [deepest[v] if v >= 0 else FROM_START for v in tree.node.tolist()]
+        deepest.append(v if above[v] != NOT_OPENED else deepest[up] if up >= 0 else root)
+    return deepest
 
 
-def _walk(
-    members: dict[int, list[int]],
-    children: dict[int, list[int]],
-    height: dict[int, int],
-    earliest: dict[int, int],
-) -> tuple[list[int], dict[int, int], dict[int, int]]:
-    """Sequences in depth-first order, and where each node's begin and stop. Without recursion: prefixes may
-    be nested as deep as there are sequences."""
-    order, first, stop = list[int](), dict[int, int](), dict[int, int]()
-    stack = [FROM_START]
+def _gather(at: Int64, opened: list[int], above: list[int], root: int) -> tuple[Int64, list[int], list[int]]:
+    """For each opened node and the root: sequences at or below it, the earliest of them, and the nodes on the
+    longest way down, itself counted."""
+    sizes = np.bincount(at, minlength=root + 1).tolist()
+    firsts = np.full(root + 1, len(at))
+    firsts[at[::-1]] = np.arange(len(at))[::-1]
+    earliest, height = firsts.tolist(), [1] * (root + 1)
+    for v in reversed(opened):  # nodes below come first
+        up = above[v] if above[v] >= 0 else root
+        sizes[up] += sizes[v]
+        height[up] = max(height[up], height[v] + 1)
+        earliest[up] = min(earliest[up], earliest[v])
+    return np.array(sizes), earliest, height
+
+
+def _walk(opened: list[int], above: list[int], root: int, height: list[int], earliest: list[int]) -> Int64:
+    """When each opened node, and the root, is left for good on the way through the tree, depth first: its own
+    sequences stand after those of all nodes below. Without recursion: prefixes may be nested as deep as
+    there are sequences."""
+    children: list[list[int]] = [[] for _ in range(root + 1)]
+    for v in opened:
+        children[above[v] if above[v] >= 0 else root].append(v)
+    finished = np.empty(root + 1, np.int64)
+    left: list[int] = []
+    stack = [root]
     while stack:
+        # Backwards: a node before those below it, the last of these first.
         v = stack.pop()
-        if v in first:
-            order += members[v]
-            stop[v] = len(order)
-            continue
-        first[v] = len(order)
-        stack.append(v)
-        stack += sorted(children[v], key=lambda c: (height[c], -earliest[c]))
-    return order, first, stop
+        left.append(v)
+        stack += sorted(children[v], key=lambda c: (-height[c], earliest[c]))
+    finished[left] = np.arange(len(left))[::-1]
+    return finished
 
 
 def shared_levels(

@@ -44,7 +44,9 @@ class Batch:
 
     def __init__(self, sequences: int, depth: int, branches: int, tile: int, seed: int) -> None:
         rng = random.Random(seed)
-        self.rules = Rules(PAGE, tile, "auto", levels=4, costs=GateCosts(segment_ns=500.0), token_bytes=768)
+        self.rules = Rules(
+            PAGE, tile, "auto", levels=4, costs=GateCosts(0.003, 400.0, 1000.0), token_bytes=768
+        )
         prompts = _prompts(rng, sequences, depth, branches, tile)
         pages = sum(-(-(len(p) + STEPS + 1) // PAGE) for p in prompts) + sequences
         pool = PagePool(pages + 1, PAGE)

@@ -60,20 +60,21 @@ def fold(tree: Sharing, levels: int, prices: Prices) -> Int64:
 
     Returns for each node where its segment begins: the node whose end that is, FROM_START, or NOT_OPENED.
     """
-    best, chosen = 0, np.full(len(tree.parent), NOT_OPENED)
+    best, chosen = 1, np.full(len(tree.parent), NOT_OPENED)
     most = min(levels, tree.height)
     # Fewer levels can be better: where each costs, and where they leave room to look at more nodes.
-    alone = not prices.level and (most == 0 or _fits(tree, most))
-    for width in range(most if alone else 1, most + 1) if most else ():
-        kept = _thin(tree, width)
+    whole = most == 0 or _fits(tree, most)
+    for width in range(most, 0, -1):
+        kept = None if whole else _thin(tree, width)
         program = _Program(tree if kept is None else _only(tree, kept)[0], width, prices)
-        if program.value - width * prices.level > best:
-            best, above = program.value - width * prices.level, program.choose()
+        value = program.value - width * prices.level
+        if value >= best:
+            best, above = value, program.choose()
+            chosen = above if kept is None else np.full(len(tree.parent), NOT_OPENED)
             if kept is not None:
-                chosen = np.full(len(tree.parent), NOT_OPENED)
                 chosen[kept] = np.where(above >= 0, kept[above], above)
-            else:
-                chosen = above
+        if whole and (not prices.level or program.value - prices.level < best):
+            break  # fewer levels gain no more before they are paid for
     return chosen
 
 

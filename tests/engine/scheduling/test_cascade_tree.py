@@ -164,17 +164,17 @@ def test_no_other_plan_saves_more(batch: tuple[list[Span], int, int], levels: in
     assert plan.saved_tokens == align * most_saved(spans, size, align, levels - 1)
 
 
-@given(batches(most=6), st.integers(2, 5), st.integers(0, 6))
+@given(batches(most=6), st.integers(2, 5), st.integers(0, 6), st.sampled_from((0, 0, 1, 3, 8)))
 @settings(deadline=None, max_examples=150)
-def test_no_other_plan_gains_more_where_segments_cost(
-    batch: tuple[list[Span], int, int], levels: int, segment: int
+def test_no_other_plan_gains_more_where_segments_and_levels_cost(
+    batch: tuple[list[Span], int, int], levels: int, segment: int, level: int
 ) -> None:
-    """A segment that costs as much as so many tiles."""
+    """Each costs as much as so many tiles."""
     spans, size, align = batch
-    costs = GateCosts(byte_ns=1.0, segment_ns=segment * align)
+    costs = GateCosts(byte_ns=1.0, segment_ns=segment * align, level_ns=level * align)
     _, plan = plan_cascade(spans, size, align, "auto", levels, costs)
-    gained = plan.saved_tokens // align - segment * plan.groups
-    assert gained == most_saved(spans, size, align, levels - 1, segment)
+    gained = plan.saved_tokens // align - segment * plan.groups - level * (len(plan.levels) - 1)
+    assert gained == max(most_saved(spans, size, align, n, segment) - n * level for n in range(levels))
 
 
 def test_a_tree_is_folded_where_that_costs_least() -> None:

@@ -1,4 +1,4 @@
-#!/usr/bin/env python
+#!/usr/bin/env python3
 """How long the planner takes: from scratch, and a step of pure decoding. No torch, no model.
 
 A batch of 1,000 sequences in a tree of prefixes, five deep, is served through a real scheduler over a real

@@ -261,6 +261,36 @@ def cascade(lab: Lab) -> None:
     lab.close(session)
 
 
+def tree(lab: Lab) -> None:
+    """Prefixes within prefixes: groups of three under two tiles, all under one, in one batch with sequences
+    that share less; flat, at two levels, and as a tree."""
+    tile = lab.tile
+    long = [i for i, c in enumerate(lab.cases) if len(c.prompt) >= 2 * tile + 8][:2]
+    if len(long) < 2:
+        raise RuntimeError("two prompts must be long enough for a tree")
+    first, second = (lab.cases[i] for i in long)
+    stems = [
+        first.prompt[: 2 * tile],
+        first.prompt[:tile] + second.prompt[tile : 2 * tile],
+        first.prompt[:tile],
+    ]
+    cases = [
+        case._replace(prompt=stem + second.prompt[3 * k + n : 5 * k + n + 2])
+        for n, stem in enumerate(stems)
+        for k, case in enumerate((first, second, first))
+    ]
+    cold = [lab.session().run([case])[0] for case in cases]
+    for mode, levels in (("off", 4), ("force", 2), ("force", 3)):
+        session = lab.session(cascade=mode, cascade_levels=levels)
+        session.run([case._replace(prompt=stem) for case, stem in zip(cases[::3], stems, strict=True)])
+        for want, output in zip(cold, session.run(cases), strict=True):
+            lab.compare(f"tree, {mode}, {levels} levels", long[0], want, output, None)
+        counters = session.scheduler.counters
+        if (counters.cascade_levels > counters.cascade_steps) != (levels == 3):
+            lab.failures.append(f"tree: {mode} with {levels} levels did not plan as many")
+        lab.close(session)
+
+
 def row_counts(lab: Lab) -> None:
     """Steps of 1, 2, 3, 5, 9, 10, 11, 17 and 33 rows, and head calls of 1, 2 and 9 rows."""
     by_length = sorted(range(len(lab.cases)), key=lambda i: len(lab.cases[i].prompt))
@@ -292,6 +322,7 @@ VARIANTS: tuple[Callable[[Lab], None], ...] = (
     preempted,
     second_turn,
     cascade,
+    tree,
     row_counts,
 )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from check_bits import VARIANTS, Lab, make_cases
+import torch
+from check_bits import VARIANTS, Lab, make_cases, tree
 
 from engine.config import EngineConfig
 from engine.models.linear import native_bf16
@@ -40,3 +41,17 @@ def test_no_bit_changes(lab: Lab, variant: object) -> None:
     variant(lab)
     assert sum(lab.compared.values()) > before
     assert lab.failures == []
+
+
+def test_the_number_of_threads_changes_no_bit(lab: Lab, smollm2: Path) -> None:
+    """Prompts with one thread: alone as with two, and flat, grouped or as a tree as alone."""
+    threads = 1 if lab.runner.info.threads > 1 else 2
+    config = EngineConfig(model=str(smollm2), dtype=lab.runner.info.dtype, kv_gb=0.2, threads=threads)
+    chosen = [i for i, case in enumerate(lab.cases) if len(case.prompt) in (16, 530, 600)]
+    try:
+        other = Lab(Runner.load(config), config.tile, [lab.cases[i] for i in chosen])
+        tree(other)
+    finally:
+        torch.set_num_threads(lab.runner.info.threads)
+    assert other.failures == []
+    assert all(one.same_bits(lab.solo[i]) for one, i in zip(other.solo, chosen, strict=True))

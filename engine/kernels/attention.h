@@ -254,20 +254,20 @@ inline void merge_row(const KvPool& pool, const Work& work, int row, int head, T
   finish(sums, total, out + (static_cast<int64_t>(row) * pool.heads + head) * dim, dim);
 }
 
-// All of a step's attention in one layer; called by every thread of a parallel region.
+// All of a step's attention in one layer.
 template <class T>
-inline void attend_all(const KvPool& pool, int layer, Work& work, const T* q, Scratch& scratch, T* out) {
+inline void attend_all(Member& team, const KvPool& pool, int layer, Work& work, const T* q, Scratch& scratch, T* out) {
   const Pages<T> kv(pool, layer);
   for (size_t phase = 0; phase + 1 < work.phases.size(); ++phase) {
-#pragma omp for schedule(dynamic)
-    for (int i = work.phases[phase]; i < work.phases[phase + 1]; ++i)
-      attend_item(pool, kv, work, work.items[i], q, scratch, out);
+    const int first = work.phases[phase];
+    team.each(work.phases[phase + 1] - first, [&](int i) {
+      attend_item(pool, kv, work, work.items[first + i], q, scratch, out);
+    });
   }
   if (work.merged.empty()) return;
-  const int count = static_cast<int>(work.merged.size());
-#pragma omp for collapse(2) schedule(static)
-  for (int i = 0; i < count; ++i)
-    for (int head = 0; head < pool.heads; ++head) merge_row(pool, work, work.merged[i], head, out);
+  team.each_range(static_cast<int>(work.merged.size()) * pool.heads, [&](int from, int end) {
+    for (int i = from; i < end; ++i) merge_row(pool, work, work.merged[i / pool.heads], i % pool.heads, out);
+  });
 }
 
 }  // namespace headwater

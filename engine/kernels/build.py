@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SOURCE = "cpu.cpp"
 _FLAGS = (
-    "-std=c++17",
+    "-std=c++20",
     "-O3",
     "-march=native",
     "-fopenmp",

@@ -22,6 +22,9 @@ void typed(int bytes, Call call) {
     call(bf16());
 }
 
+// Phases of a layer outside its attention, and of attention beside those of its items, at most.
+constexpr int kLayerPhases = 7, kAttendPhases = 2;
+
 void fit(std::vector<uint8_t>& buffer, int64_t bytes) {
   if (static_cast<int64_t>(buffer.size()) < bytes) buffer.resize(bytes);
 }
@@ -102,19 +105,22 @@ void headwater_attend(Step* step, int bytes, int layer, const void* q, int64_t q
     const Pages<T> kv(pool, layer);
     const int rows = step->work.rows, dim = pool.head_dim, group = pool.heads / pool.kv_heads;
     T* packed = reinterpret_cast<T*>(step->q.data());
+    Phases& phases = step->start(kAttendPhases + static_cast<int>(step->work.phases.size()));
 #pragma omp parallel num_threads(step->threads)
     {
+      Member team(phases);
       Clock clock(step->seconds);
-#pragma omp for schedule(static)
-      for (int row = 0; row < rows; ++row)
-        for (int h = 0; h < pool.kv_heads; ++h) {
-          std::memcpy(packed + (static_cast<int64_t>(h) * rows + row) * group * dim,
-                      static_cast<const T*>(q) + row * q_stride + h * group * dim, group * dim * sizeof(T));
-          kv.write(step->slots[row], h, static_cast<const T*>(k) + row * k_stride + h * dim,
-                   static_cast<const T*>(v) + row * v_stride + h * dim);
-        }
+      team.each_range(rows, [&](int row, int end) {
+        for (; row < end; ++row)
+          for (int h = 0; h < pool.kv_heads; ++h) {
+            std::memcpy(packed + (static_cast<int64_t>(h) * rows + row) * group * dim,
+                        static_cast<const T*>(q) + row * q_stride + h * group * dim, group * dim * sizeof(T));
+            kv.write(step->slots[row], h, static_cast<const T*>(k) + row * k_stride + h * dim,
+                     static_cast<const T*>(v) + row * v_stride + h * dim);
+          }
+      });
       clock.mark(kRotate);
-      attend_all(pool, layer, step->work, packed, step->scratch[omp_get_thread_num()], static_cast<T*>(out));
+      attend_all(team, pool, layer, step->work, packed, step->scratch[omp_get_thread_num()], static_cast<T*>(out));
       clock.mark(kAttend);
     }
   });
@@ -130,14 +136,19 @@ void headwater_forward(const Model* model, Step* step, int bytes, const int64_t*
   typed(bytes, [&](auto kind) {
     using T = decltype(kind);
     const T* embedding = static_cast<const T*>(model->embedding);
+    const int size = model->hidden;
+    Phases& phases =
+        step->start(1 + model->layers * (kLayerPhases + kAttendPhases + static_cast<int>(step->work.phases.size())));
 #pragma omp parallel num_threads(step->threads)
     {
+      Member team(phases);
       Clock clock(step->seconds);
-#pragma omp for schedule(static)
-      for (int64_t row = 0; row < rows; ++row)
-        for (int i = 0; i < model->hidden; i += kLanes)
-          store(hidden + row * model->hidden + i, Element<T>::widen(embedding + tokens[row] * model->hidden + i));
-      run_layers<T>(*model, *step, hidden, clock);
+      team.each_range(static_cast<int>(rows), [&](int64_t row, int end) {
+        for (; row < end; ++row)
+          for (int i = 0; i < size; i += kLanes)
+            store(hidden + row * size + i, Element<T>::widen(embedding + tokens[row] * size + i));
+      });
+      run_layers<T>(team, *model, *step, hidden, clock);
     }
   });
 }
@@ -148,13 +159,16 @@ void headwater_logits(const Model* model, int threads, int bytes, int64_t n, con
   typed(bytes, [&](auto kind) {
     using T = decltype(kind);
     T* normed = static_cast<T*>(x);
+    const int size = model->hidden;
+    Phases phases(2);
 #pragma omp parallel num_threads(threads)
     {
-#pragma omp for schedule(static)
-      for (int64_t row = 0; row < n; ++row)
-        rms_norm(hidden + row * model->hidden, model->final_norm, model->eps, model->hidden,
-                 normed + row * model->hidden);
-      multiply<T, false>(model->head, normed, static_cast<int>(n), out, ldo);
+      Member team(phases);
+      team.each_range(static_cast<int>(n), [&](int64_t row, int end) {
+        for (; row < end; ++row)
+          rms_norm(hidden + row * size, model->final_norm, model->eps, size, normed + row * size);
+      });
+      multiply<T, false>(team, model->head, normed, static_cast<int>(n), out, ldo);
     }
   });
 }
@@ -163,8 +177,12 @@ void headwater_logits(const Model* model, int threads, int bytes, int64_t n, con
 void headwater_linear(const Linear* linear, int threads, int bytes, int64_t rows, const void* x, float* out, int64_t ldo) {
   typed(bytes, [&](auto kind) {
     using T = decltype(kind);
+    Phases phases(1);
 #pragma omp parallel num_threads(threads)
-    multiply<T, false>(*linear, static_cast<const T*>(x), static_cast<int>(rows), out, ldo);
+    {
+      Member team(phases);
+      multiply<T, false>(team, *linear, static_cast<const T*>(x), static_cast<int>(rows), out, ldo);
+    }
   });
 }
 

@@ -2,8 +2,6 @@
 // region, so that a step is one call from Python and threads meet at barriers only.
 #pragma once
 
-#include <omp.h>
-
 #include <chrono>
 
 #include "work.h"
@@ -43,6 +41,14 @@ struct Step {
   std::vector<uint8_t> x, q, attended, wide;
   std::vector<float> qkv;
   double seconds[kPhases] = {};
+  std::unique_ptr<Phases> phases;
+
+  // Room for a region of `count` phases, cleared.
+  Phases& start(int count) {
+    if (!phases || phases->most() < count) phases.reset(new Phases(count));
+    phases->clear();
+    return *phases;
+  }
 };
 
 // Adds the time since the last call to a phase; of one thread.
@@ -101,9 +107,9 @@ inline void place_row(const Model& model, const Layer& layer, const Step& step, 
   }
 }
 
-// Run the layers over hidden fp32 [rows, hidden]; called by every thread of a parallel region.
+// Run the layers over hidden fp32 [rows, hidden].
 template <class T>
-inline void run_layers(const Model& model, Step& step, float* hidden, Clock& clock) {
+inline void run_layers(Member& team, const Model& model, Step& step, float* hidden, Clock& clock) {
   const int rows = step.work.rows, size = model.hidden;
   const int64_t fused = static_cast<int64_t>(model.heads + 2 * model.kv_heads) * model.head_dim;
   T* x = reinterpret_cast<T*>(step.x.data());
@@ -112,27 +118,28 @@ inline void run_layers(const Model& model, Step& step, float* hidden, Clock& clo
   T* wide = reinterpret_cast<T*>(step.wide.data());
   Scratch& scratch = step.scratch[omp_get_thread_num()];
   const auto norm = [&](const float* weight) {
-#pragma omp for schedule(static)
-    for (int row = 0; row < rows; ++row)
-      rms_norm(hidden + static_cast<int64_t>(row) * size, weight, model.eps, size, x + static_cast<int64_t>(row) * size);
+    team.each_range(rows, [&](int64_t row, int end) {
+      for (; row < end; ++row) rms_norm(hidden + row * size, weight, model.eps, size, x + row * size);
+    });
     clock.mark(kNorm);
   };
   for (int index = 0; index < model.layers; ++index) {
     const Layer& layer = model.layer[index];
     const Pages<T> kv(step.pool, index);
     norm(layer.attention_norm);
-    multiply<T, false>(layer.qkv, x, rows, step.qkv.data(), fused);
+    multiply<T, false>(team, layer.qkv, x, rows, step.qkv.data(), fused);
     clock.mark(kLinear);
-#pragma omp for schedule(static)
-    for (int row = 0; row < rows; ++row) place_row(model, layer, step, kv, row, &step.qkv[row * fused], q);
+    team.each_range(rows, [&](int row, int end) {
+      for (; row < end; ++row) place_row(model, layer, step, kv, row, &step.qkv[row * fused], q);
+    });
     clock.mark(kRotate);
-    attend_all(step.pool, index, step.work, q, scratch, attended);
+    attend_all(team, step.pool, index, step.work, q, scratch, attended);
     clock.mark(kAttend);
-    multiply<T, true>(layer.out, attended, rows, hidden, size);
+    multiply<T, true>(team, layer.out, attended, rows, hidden, size);
     clock.mark(kLinear);
     norm(layer.mlp_norm);
-    multiply_gated(layer.gate, layer.up, x, rows, wide);
-    multiply<T, true>(layer.down, wide, rows, hidden, size);
+    multiply_gated(team, layer.gate, layer.up, x, rows, wide);
+    multiply<T, true>(team, layer.down, wide, rows, hidden, size);
     clock.mark(kLinear);
   }
 }

@@ -2,9 +2,8 @@
 // step, in order, whatever rows and columns are computed beside it: so its bits don't depend on them.
 #pragma once
 
-#include <algorithm>
-
 #include "simd.h"
+#include "team.h"
 
 namespace headwater {
 
@@ -92,23 +91,22 @@ inline void panel_block(const Linear& linear, int panel, const T* a, int rows, f
       store(block + m * kPanel + c, add(load(block + m * kPanel + c), load(linear.bias + panel * kPanel + c)));
 }
 
-// done(panel, row, count) for every panel and block of rows; called by every thread of a parallel region. Panels
-// stay in a core's cache for all blocks of a chunk of rows. Blocks are of like size, so that none has one row.
+// done(panel, row, count) for every panel and block of rows. A panel stays in a core's cache for all blocks of a
+// chunk of rows. Blocks are of like size, so that none has a single row.
 constexpr int kChunk = 128;
 
 template <class Done>
-inline void each_block(int panels, int rows, Done done) {
+inline void each_block(Member& team, int panels, int rows, Done done) {
   const int chunks = (rows + kChunk - 1) / kChunk;
-#pragma omp for collapse(2) schedule(dynamic)
-  for (int chunk = 0; chunk < chunks; ++chunk)
-    for (int panel = 0; panel < panels; ++panel) {
-      const int first = rows * chunk / chunks, count = rows * (chunk + 1) / chunks - first;
-      const int blocks = (count + kRows - 1) / kRows;
-      for (int i = 0; i < blocks; ++i) {
-        const int from = count * i / blocks;
-        done(panel, first + from, count * (i + 1) / blocks - from);
-      }
+  team.each(chunks * panels, [&](int item) {
+    const int chunk = item / panels, panel = item % panels;
+    const int first = rows * chunk / chunks, count = rows * (chunk + 1) / chunks - first;
+    const int blocks = (count + kRows - 1) / kRows;
+    for (int i = 0; i < blocks; ++i) {
+      const int from = count * i / blocks;
+      done(panel, first + from, count * (i + 1) / blocks - from);
     }
+  });
 }
 
 // Vectors of a panel that hold columns of the linear, as a number of columns.
@@ -118,8 +116,8 @@ inline int used_columns(const Linear& linear, int panel) {
 
 // out fp32 [rows, ldo] = x [rows, in] times the weight, or out += that.
 template <class T, bool Add>
-inline void multiply(const Linear& linear, const T* x, int rows, float* out, int64_t ldo) {
-  each_block(panels(linear), rows, [&](int panel, int row, int count) {
+inline void multiply(Member& team, const Linear& linear, const T* x, int rows, float* out, int64_t ldo) {
+  each_block(team, panels(linear), rows, [&](int panel, int row, int count) {
     alignas(64) float block[kRows * kPanel];
     panel_block(linear, panel, x + static_cast<int64_t>(row) * linear.in, count, block);
     const int columns = used_columns(linear, panel);
@@ -135,8 +133,8 @@ inline void multiply(const Linear& linear, const T* x, int rows, float* out, int
 
 // out [rows, gate.out] = silu(x gate) * (x up)
 template <class T>
-inline void multiply_gated(const Linear& gate, const Linear& up, const T* x, int rows, T* out) {
-  each_block(panels(gate), rows, [&](int panel, int row, int count) {
+inline void multiply_gated(Member& team, const Linear& gate, const Linear& up, const T* x, int rows, T* out) {
+  each_block(team, panels(gate), rows, [&](int panel, int row, int count) {
     alignas(64) float gates[kRows * kPanel], ups[kRows * kPanel];
     panel_block(gate, panel, x + static_cast<int64_t>(row) * gate.in, count, gates);
     panel_block(up, panel, x + static_cast<int64_t>(row) * up.in, count, ups);

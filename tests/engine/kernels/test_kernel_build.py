@@ -1,0 +1,108 @@
+"""The kernel is compiled once for this source, compiler and CPU, and its absence is told in one line."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from engine import machine
+from engine.errors import KernelUnavailable
+from engine.kernels import build as building
+from engine.kernels.library import Library, load_library
+
+
+def compiler(folder: Path, body: str) -> Path:
+    """A program that stands for the compiler: it answers --version, then does `body`."""
+    path = folder / "c++"
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo "c++ 1.0" && exit\necho x >> {folder}/calls\n{body}\n'
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache folder of its own, and a compiler that writes "made" to its output."""
+    monkeypatch.setenv("HEADWATER_CACHE_DIR", str(tmp_path / "cache"))
+    body = 'while [ "$1" != -o ]; do shift; done\necho made > "$2"'
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, body)))
+    return tmp_path
+
+
+def test_the_kernel_is_compiled_once(fake: Path) -> None:
+    first = building.build()
+    assert first.read_text() == "made\n"
+    assert first.parent == fake / "cache" / "kernels"
+    assert building.build() == first
+    assert (fake / "calls").read_text() == "x\n"
+    assert sorted(p.name for p in first.parent.iterdir()) == [first.name]
+
+
+def test_another_source_compiler_or_cpu_compiles_anew(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {building.build()}
+    changed = fake / "changed.h"
+    changed.write_text("// changed")
+    sources = building.sources()
+    monkeypatch.setattr(building, "sources", lambda: [*sources, changed])
+    names.add(building.build())
+    monkeypatch.setattr(machine, "cpu_identity", lambda: ("model=another",))
+    names.add(building.build())
+    other = fake / "other"
+    other.mkdir()
+    monkeypatch.setenv("CXX", str(compiler(other, 'while [ "$1" != -o ]; do shift; done\necho made > "$2"')))
+    names.add(building.build())
+    assert len(names) == 4
+
+
+def test_every_source_counts() -> None:
+    """A header that the key leaves out would keep an old kernel alive."""
+    folder = Path(building.__file__).parent
+    assert set(building.sources()) == {*folder.glob("*.h"), *folder.glob("*.cpp")}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("echo 'x.h:3: error: no such thing' >&2\nexit 1", "failed: x.h:3: error: no such thing"),
+        ("exit 1", "failed"),
+    ],
+)
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    monkeypatch.setenv("CXX", str(compiler(fake, body)))
+    with pytest.raises(KernelUnavailable, match=message) as raised:
+        building.build()
+    assert "\n" not in str(raised.value)
+    assert list((fake / "cache" / "kernels").iterdir()) == []
+
+
+def test_no_compiler_and_no_room_are_told(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fake / "file").touch()
+    monkeypatch.setenv("HEADWATER_CACHE_DIR", str(fake / "file"))
+    with pytest.raises(KernelUnavailable, match="can't write"):
+        building.build()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(KernelUnavailable, match=r"no C\+\+ compiler \(no-such-compiler\)"):
+        building.build()
+
+
+def test_a_file_that_is_no_library_is_told(tmp_path: Path) -> None:
+    (tmp_path / "cpu.so").write_text("not a library")
+    with pytest.raises(KernelUnavailable, match="can't load"):
+        Library(tmp_path / "cpu.so")
+
+
+def test_the_kernel_shares_torchs_openmp() -> None:
+    """Two runtimes would mean two teams of threads that fight for the same cores."""
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
+    load_library()
+    mapped = {
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line
+    }
+    assert len(mapped) == 1

@@ -31,7 +31,7 @@ def test_a_planned_tree_gives_the_bits_of_the_same_rows_flat_and_alone(name: str
     """O020: whatever the planner makes of a batch, at 1 to 5 levels: the same bits; and they are right."""
     examples = shared = 0
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=50, deadline=None)
     @given(trees(PAGE_SIZES[name]), shapes(), st.integers(0, 1000))
     def check(tree: Tree, sizes: tuple[int, int, int, torch.dtype], seed: int) -> None:
         nonlocal examples, shared

@@ -16,6 +16,8 @@ namespace headwater {
 
 // Query rows (of all heads of a group) that a thread holds scores of at a time: with 256-token tiles, 48 KB.
 constexpr int kBlockRows = 48;
+// Packed query rows from which on a tile takes longer to compute than to read.
+constexpr int kManyRows = 12;
 // Rows and vectors of keys or values that fill the registers.
 constexpr int kScoreRows = kLanes == 16 ? 6 : 3;
 constexpr int kScoreVecs = kLanes == 16 ? 4 : 3;
@@ -207,6 +209,10 @@ inline void attend_item(const KvPool& pool, const Pages<T>& kv, Work& work, cons
     const T** keys = reinterpret_cast<const T**>(scratch.vectors.data());
     for (int v = 0; v < vecs; ++v)
       keys[v] = kv.keys(pages[v / per_page], item.kv_head) + v % per_page * kLanes * dim;
+    // Many rows are bound by arithmetic: the values come while scores are computed. With few rows, memory is the
+    // limit already, and what the hardware fetches by itself comes sooner.
+    if (packed >= kManyRows)
+      for (int v = 0; v < vecs; ++v) fetch(keys[v] + kv.size, static_cast<int64_t>(kLanes) * dim);
     score(keys, vecs, queries, packed, dim, scratch.scores.data(), ld);
     const bool first = t == 0 && !item.carried;
     float peaks[kBlockRows], totals[kBlockRows];

@@ -88,5 +88,5 @@ class Pipeline:
 
 def finite_rows(hidden: Tensor) -> npt.NDArray[np.bool_]:
     """Which rows of [rows, hidden] have finite numbers only; a sum could overflow or cancel."""
-    finite: npt.NDArray[np.bool_] = torch.isfinite(hidden).all(1).cpu().numpy()
+    finite: npt.NDArray[np.bool_] = np.isfinite(hidden.float().cpu().numpy()).all(1)
     return finite

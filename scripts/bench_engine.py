@@ -86,6 +86,7 @@ class Decoding:
         skip: int = 0,
     ) -> None:
         self.runner = runner
+        self._rows = len(prompts)
         self.scheduler = make_scheduler(runner, cascade, max(1, len(prompts)))
         self.scheduler.pool.take(skip)
         params = SamplingParams(max_tokens=tokens + 1, temperature=0.0, ignore_eos=True)
@@ -109,6 +110,8 @@ class Decoding:
         planned = time.perf_counter()
         if plan is None:
             raise RuntimeError("the bench's sequences have ended")
+        if plan.rows != self._rows:
+            raise RuntimeError(f"a step has {plan.rows} rows, not {self._rows}: some sequence is not running")
         result = self.runner.run(plan)
         ran = time.perf_counter()
         self.scheduler.commit(plan, result)

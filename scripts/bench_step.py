@@ -27,7 +27,6 @@ from bench_tools import report_bars, table
 
 from engine import machine
 
-
 # Pages that the bars need: 16 sequences that grow behind the 1,024 that stand for the ones beside them.
 _BAR_PAGES = 1500
 

@@ -131,6 +131,8 @@ class CompiledAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = self.rows
+        if {q.dtype, k.dtype, v.dtype} != {self._dtype} or len(q) < rows:
+            raise ValueError(f"{len(q)} rows of {q.dtype} for a step of {rows} of {self._dtype}")
         out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
         q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))
         self.library.attend(
@@ -140,7 +142,6 @@ class CompiledAttention:
             *(q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
             out.data_ptr(),
         )
-        assert out.shape[0] >= rows
         return out
 
     def _move(self, function: ctypes._NamedFuncPointer, layer: int, slots: Tensor, rows: Tensor) -> None:

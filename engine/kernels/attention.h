@@ -73,6 +73,7 @@ struct Item {
   bool carried, final, causal;
   const int64_t* pages;
   int32_t phase;  // items that carry on run after those that left them something
+  bool own;       // of the private level
 };
 
 // The work of a step's attention, and where its partial states lie: state s of row r and head h is number

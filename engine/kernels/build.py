@@ -24,7 +24,6 @@ _SOURCE = "cpu.cpp"
 _FLAGS = (
     "-std=c++20",
     "-O3",
-    "-march=native",
     "-fopenmp",
     "-shared",
     "-fPIC",
@@ -35,15 +34,17 @@ _TIMEOUT_S = 300.0
 _COMPILERS = ("g++", "clang++", "c++")
 
 
-def build() -> Path:
+def build(architecture: str = "native") -> Path:
     """The compiled kernel, compiled now if this source, compiler and CPU never met before.
 
-    Raises KernelUnavailable, in one line, where there is no compiler or it fails.
+    `architecture` is what the compiler's -march takes: "x86-64-v3" leaves AVX-512 aside. Raises
+    KernelUnavailable, in one line, where there is no compiler or it fails.
     """
-    compiler = _compiler()
-    target = machine.cache_dir() / "kernels" / f"cpu-{_key(compiler)}.so"
+    compiler = find_compiler()
+    flags = (*_FLAGS, f"-march={architecture}")
+    target = machine.cache_dir() / "kernels" / f"cpu-{_key(compiler, flags)}.so"
     if not target.exists():
-        _compile(compiler, target)
+        _compile(compiler, flags, target)
     return target
 
 
@@ -53,8 +54,11 @@ def sources() -> list[Path]:
     return [*sorted(folder.glob("*.h")), folder / _SOURCE]
 
 
-def _compiler() -> str:
-    """CXX where it is set, else the first of the usual names."""
+def find_compiler() -> str:
+    """Path of the C++ compiler: CXX where it is set, else the first of the usual names.
+
+    Raises KernelUnavailable where there is none.
+    """
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else _COMPILERS:
         found = shutil.which(name)
@@ -63,23 +67,23 @@ def _compiler() -> str:
     raise KernelUnavailable(f"no C++ compiler ({wanted or ', '.join(_COMPILERS)})")
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: str, flags: tuple[str, ...]) -> str:
     version = _run([compiler, "--version"]).splitlines()[:1]
-    parts = [*_FLAGS, compiler, *version, *machine.cpu_identity()]
+    parts = [*flags, compiler, *version, *machine.cpu_identity()]
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in sources():
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
     """Compile beside the target and rename, so that nobody ever loads half a file."""
     started = time.perf_counter()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as work:
             made = Path(work) / target.name
-            _run([compiler, *_FLAGS, str(Path(__file__).parent / _SOURCE), "-o", str(made)])
+            _run([compiler, *flags, str(Path(__file__).parent / _SOURCE), "-o", str(made)])
             made.replace(target)
     except OSError as error:
         raise KernelUnavailable(f"can't write {target}: {error}") from None

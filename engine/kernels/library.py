@@ -145,9 +145,9 @@ class Library:
         return dict(zip(PHASES, seconds, strict=True))
 
 
-def load_library() -> Library:
-    """Compile if needed, and load. Raises KernelUnavailable, in one line."""
-    return Library(build())
+def load_library(architecture: str = "native") -> Library:
+    """Compile if needed, and load; see build. Raises KernelUnavailable, in one line."""
+    return Library(build(architecture))
 
 
 def huge_zeros(size: int) -> Tensor:

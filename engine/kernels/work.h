@@ -33,7 +33,7 @@ class Cutter {
       const bool folds = can_fold(first, end);
       for (int row = first, count; row < end; row += count) {
         count = alike(row, std::min(end, row + block_));
-        add({row, count, 0, tile_of(level, s), tiles, 0, false, false, false, pages_of(level, s), 0}, folds);
+        add({row, count, 0, tile_of(level, s), tiles, 0, false, false, false, pages_of(level, s), 0, false}, folds);
       }
     }
   }
@@ -48,7 +48,7 @@ class Cutter {
         const int edge = row + (last + 1) * pool_.tile - work_.positions[row];
         count = alike(row, std::min({end, row + block_, edge}));
         const bool final = folds || (last == tile && work_.states[row] == 0);
-        add({row, count, 0, tile, last - tile + 1, 0, false, final, true, pages_of(level, s), 0}, folds);
+        add({row, count, 0, tile, last - tile + 1, 0, false, final, true, pages_of(level, s), 0, true}, folds);
         for (int r = row; r < row + count && !final; ++r) work_.merged.push_back(r);
       }
     }
@@ -57,6 +57,7 @@ class Cutter {
   // Order items by phase and lay out the states.
   void finish() {
     auto& items = work_.items;
+    spread();
     std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.phase < b.phase; });
     work_.phases.assign(1, 0);
     for (size_t i = 1; i <= items.size(); ++i)
@@ -71,6 +72,20 @@ class Cutter {
  private:
   int tile_of(const Segments& level, int64_t s) const { return static_cast<int>(level.start[s] / pool_.tile); }
   static const int64_t* pages_of(const Segments& level, int64_t s) { return level.pages + level.page_indptr[s]; }
+
+  // Spread private items evenly among shared ones: those of few rows are bound by memory and those of many by
+  // arithmetic, so threads that do one of each at a time wait for neither.
+  void spread() {
+    auto& items = work_.items;
+    const size_t shared = static_cast<size_t>(
+        std::find_if(items.begin(), items.end(), [](const Item& i) { return i.own; }) - items.begin());
+    const size_t own = items.size() - shared;
+    std::vector<Item> mixed;
+    mixed.reserve(items.size());
+    for (size_t i = 0, a = 0, b = 0; i < items.size(); ++i)
+      mixed.push_back(b * shared < a * own || a == shared ? items[shared + b++] : items[a++]);
+    items.swap(mixed);
+  }
 
   // Rows fold if they are many, and if all that they have read so far was folded.
   bool can_fold(int first, int end) const {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Sequence
 from functools import cache
 
@@ -16,13 +14,13 @@ from engine.attention.reference import ReferenceAttention
 from engine.kernels.library import Library, load_library
 from engine.plan import StepPlan
 from tests.engine.attention.plans import Member, step_plan
+from tests.kernels import has_kernel
 
-# Without a compiler there is no compiled kernel; with one, a kernel that can't be built is a failure.
-COMPILERS = (os.environ.get("CXX", "g++"), "clang++", "c++")
-EXECUTORS = ("torch", "compiled") if any(map(shutil.which, COMPILERS)) else ("torch",)
+# The compiled one as this CPU likes it, and built for CPUs with AVX2 alone.
+EXECUTORS = ("torch", "compiled", "compiled-avx2") if has_kernel() else ("torch",)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 # The pages that each can have.
-PAGE_SIZES = {"torch": (1, 4, 16), "compiled": (16,)}
+PAGE_SIZES = {"torch": (1, 4, 16), "compiled": (16,), "compiled-avx2": (16,)}
 
 Rows = Sequence[torch.Tensor]
 
@@ -35,13 +33,20 @@ def build(
         return ReferenceAttention(shape, align=tile)
     if name == "torch":
         return CpuAttention(shape, dtype, tile=tile)
-    return CompiledAttention(kernel(), shape, dtype, tile=tile, threads=threads)
+    return CompiledAttention(kernel(name), shape, dtype, tile=tile, threads=threads)
 
 
 @cache
-def kernel() -> Library:
-    """The compiled kernel, compiled at most once a run."""
-    return load_library()
+def kernel(name: str = "compiled") -> Library:
+    """A build of the compiled kernel, made at most once a run."""
+    return load_library("x86-64-v3" if name == "compiled-avx2" else "native")
+
+
+def dtypes(name: str) -> list[torch.dtype]:
+    """What an executor computes in on this machine."""
+    if name.startswith("compiled"):
+        return [dtype for dtype in (torch.bfloat16, torch.float32) if kernel(name).supports(dtype)]
+    return [torch.bfloat16, torch.float32]
 
 
 def all_slots(shape: KvShape) -> torch.Tensor:
@@ -55,7 +60,7 @@ class Bench:
 
     def __init__(self, name: str, shape: KvShape, dtype: torch.dtype, tile: int, seed: int = 0) -> None:
         self.shape, self.dtype, self.tile = shape, dtype, tile
-        threads = (1, 2) if name == "compiled" else (1,)
+        threads = (1, 2) if name.startswith("compiled") else (1,)
         self.executors = [build(name, shape, dtype, tile, n) for n in threads]
         self.executor = self.executors[-1]
         self.reference = build("reference", shape, dtype, tile)

@@ -10,20 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.base import KvReads, KvShape
-from tests.engine.attention.executors import EXECUTORS, PAGE_SIZES, Bench, rows_of
+from tests.engine.attention.executors import EXECUTORS, PAGE_SIZES, Bench, dtypes, rows_of
 from tests.engine.attention.plans import Member, step_plan
 from tests.engine.attention.trees import Tree, flat, planned, split, trees
 
 every_executor = pytest.mark.parametrize("name", EXECUTORS)
-both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+every_case = pytest.mark.parametrize(
+    ("name", "dtype"), [pytest.param(n, d, id=f"{n}-{d}") for n in EXECUTORS for d in dtypes(n)]
+)
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> tuple[int, int, int, torch.dtype]:
+def shapes(draw: st.DrawFn, name: str) -> tuple[int, int, int, torch.dtype]:
     """(query heads, KV heads, head_dim, dtype), with 1 to 8 query heads for a KV head."""
     kv_heads, group = draw(st.sampled_from([(3, 3), (1, 1), (2, 4), (1, 8), (2, 2), (1, 7), (4, 1), (2, 5)]))
     head_dim = draw(st.sampled_from([64, 128]))
-    return kv_heads * group, kv_heads, head_dim, draw(st.sampled_from([torch.bfloat16, torch.float32]))
+    return kv_heads * group, kv_heads, head_dim, draw(st.sampled_from(dtypes(name)))
 
 
 @every_executor
@@ -31,8 +33,8 @@ def test_a_planned_tree_gives_the_bits_of_the_same_rows_flat_and_alone(name: str
     """O020: whatever the planner makes of a batch, at 1 to 5 levels: the same bits; and they are right."""
     examples = shared = 0
 
-    @settings(max_examples=50, deadline=None)
-    @given(trees(PAGE_SIZES[name]), shapes(), st.integers(0, 1000))
+    @settings(max_examples=120, deadline=None)
+    @given(trees(PAGE_SIZES[name]), shapes(name), st.integers(0, 1000))
     def check(tree: Tree, sizes: tuple[int, int, int, torch.dtype], seed: int) -> None:
         nonlocal examples, shared
         heads, kv_heads, head_dim, dtype = sizes
@@ -77,8 +79,7 @@ def check_alone(bench: Bench, tree: Tree, qkv: Sequence[torch.Tensor], expected:
             assert torch.equal(bench.execute(plan, [x[row : row + 1] for x in qkv])[0], expected[row])
 
 
-@every_executor
-@both_dtypes
+@every_case
 @pytest.mark.parametrize("tile", [16, 64, 256])
 def test_chunks_that_cross_tile_edges_change_no_bit(name: str, dtype: torch.dtype, tile: int) -> None:
     shape = KvShape(1, 1 + 2 * 48, 16, 9, 3, 64)
@@ -97,8 +98,7 @@ def test_chunks_that_cross_tile_edges_change_no_bit(name: str, dtype: torch.dtyp
         assert torch.equal(alone, at_once[row : row + 1]), row
 
 
-@every_executor
-@both_dtypes
+@every_case
 def test_rows_of_many_tiles_keep_their_bits(name: str, dtype: torch.dtype) -> None:
     """Merging 1 to 60 partial states beside rows that have more or fewer of them."""
     bench = Bench(name, KvShape(1, 1 + 61, 16, 6, 2, 64), dtype, 16)
@@ -112,8 +112,7 @@ def test_rows_of_many_tiles_keep_their_bits(name: str, dtype: torch.dtype) -> No
         assert torch.equal(torch.cat(alone), together)
 
 
-@every_executor
-@both_dtypes
+@every_case
 def test_a_single_row_over_a_single_kv_head_keeps_its_bits(name: str, dtype: torch.dtype) -> None:
     """One item of one head is the only work of its call, which torch then runs on another path."""
     shape = KvShape(1, 130, 16, 7, 1, 64)
@@ -130,7 +129,7 @@ def test_a_single_row_over_a_single_kv_head_keeps_its_bits(name: str, dtype: tor
 def test_a_shared_span_is_read_once_for_all_its_rows(name: str) -> None:
     """Promise 4: 16 sequences under 1,024 shared tokens read them once, and O020's group changes hold."""
     shape = KvShape(1, 300, 16, 9, 3, 64)
-    bench = Bench(name, shape, torch.bfloat16, 256)
+    bench = Bench(name, shape, dtypes(name)[0], 256)
     prefix = tuple(range(1, 65))
     members = [Member((prefix,), (65 + i,), 1024 + i % 16, 1) for i in range(16)]
     qkv = bench.rows(16)
@@ -148,7 +147,7 @@ def test_a_shared_span_is_read_once_for_all_its_rows(name: str) -> None:
 def test_a_hundred_identical_sequences_equal_one(name: str) -> None:
     """O020: one long common prefix and nothing else; then 30 of A beside 20 of B."""
     shape = KvShape(1, 400, 16, 9, 3, 64)
-    bench = Bench(name, shape, torch.bfloat16, 256)
+    bench = Bench(name, shape, dtypes(name)[0], 256)
     a, b = tuple(range(1, 33)), tuple(range(33, 65))
     qkv = [x[:1].repeat(100, 1, 1) for x in bench.rows(1)]
     members = [Member((a,), (100 + i,), 512, 1) for i in range(100)]

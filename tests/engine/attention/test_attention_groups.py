@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=EXECUTORS)
+@pytest.fixture(scope="module", params=[name for name in EXECUTORS if name != "compiled-avx2"])
 def runner(request: pytest.FixtureRequest, model: Path) -> Runner:
     return Runner.load(
         EngineConfig(

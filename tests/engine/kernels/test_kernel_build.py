@@ -11,6 +11,7 @@ from engine import machine
 from engine.errors import KernelUnavailable
 from engine.kernels import build as building
 from engine.kernels.library import Library, load_library
+from tests.kernels import needs_kernel
 
 
 def compiler(folder: Path, body: str) -> Path:
@@ -96,6 +97,7 @@ def test_a_file_that_is_no_library_is_told(tmp_path: Path) -> None:
         Library(tmp_path / "cpu.so")
 
 
+@needs_kernel
 def test_the_kernel_shares_torchs_openmp() -> None:
     """Two runtimes would mean two teams of threads that fight for the same cores."""
     import torch

@@ -19,6 +19,9 @@ from engine.models.loader import load_model
 from engine.models.native import NativeDecoder
 from engine.pipeline import Pipeline
 from engine.scratch import Chunk, flat_plan
+from tests.kernels import needs_kernel
+
+pytestmark = needs_kernel
 
 FAMILIES = [
     pytest.param("llama", {}, id="llama"),

@@ -58,10 +58,7 @@ void headwater_step_begin(Step* step, int bytes, int64_t rows, const int32_t* po
   step->work.rows = static_cast<int>(rows);
   step->work.positions = positions;
   step->slots = slots;
-  Cutter cutter(step->pool, step->threads, step->work);
-  for (int i = 0; i + 1 < count; ++i) cutter.shared(levels[i]);
-  cutter.own(levels[count - 1]);
-  cutter.finish();
+  Cutter(step->pool, step->threads, levels, count, step->work);
   for (Scratch& scratch : step->scratch) scratch.fit(step->pool, bytes);
   fit(step->q, rows * step->pool.heads * step->pool.head_dim * bytes);
 }

@@ -12,27 +12,37 @@ struct Segments {
   const int64_t *first, *rows, *start, *tokens, *page_indptr, *pages;
 };
 
-// Cuts levels, shared ones first, into items. Where many rows read the same segment, an item folds all tiles of
-// it at once, going on from what the level before left; else every tile is an item of its own, so that all
-// threads are busy for one long sequence too. No bit depends on how it is cut.
+// Cuts levels into items. An item that folds all tiles of some rows of a segment at once keeps its state in cache;
+// but where there are few rows, items of one tile each keep more threads busy, and their states are merged at
+// the end. No bit depends on how it is cut.
 class Cutter {
  public:
-  Cutter(const KvPool& pool, int threads, Work& work)
-      : pool_(pool), work_(work), block_(kBlockRows / (pool.heads / pool.kv_heads)),
-        many_(block_ * std::max(1, (4 * threads + pool.kv_heads - 1) / pool.kv_heads)), folds_(work.rows, 0) {
+  Cutter(const KvPool& pool, int threads, const Segments* levels, int count, Work& work)
+      : pool_(pool), work_(work), threads_(threads), group_(pool.heads / pool.kv_heads),
+        block_(kBlockRows / group_), many_(block_ * std::max(1, (4 * threads + pool.kv_heads - 1) / pool.kv_heads)),
+        folds_(work.rows, 0) {
     work.items.clear();
     work.merged.clear();
     work.states.assign(work.rows, 0);
+    for (int i = 0; i < count; ++i)
+      for (int64_t s = 0; s < levels[i].count; ++s)
+        if (levels[i].rows[s])
+          total_ += pool.kv_heads * cost((levels[i].tokens[s] + pool.tile - 1) / pool.tile, levels[i].rows[s]);
+    for (int i = 0; i + 1 < count; ++i) shared(levels[i]);
+    own(levels[count - 1]);
+    finish();
   }
 
+ private:
   void shared(const Segments& level) {
     for (int64_t s = 0; s < level.count; ++s) {
       const int first = static_cast<int>(level.first[s]), end = first + static_cast<int>(level.rows[s]);
       const int tiles = static_cast<int>(level.tokens[s] / pool_.tile);
       if (!tiles || first == end) continue;
-      const bool folds = can_fold(first, end);
+      const int block = fold_block(first, end, tiles);
+      const bool folds = block > 0;
       for (int row = first, count; row < end; row += count) {
-        count = alike(row, std::min(end, row + block_));
+        count = alike(row, std::min(end, row + (folds ? block : block_)));
         add({row, count, 0, tile_of(level, s), tiles, 0, false, false, false, pages_of(level, s), 0, false}, folds);
       }
     }
@@ -42,11 +52,13 @@ class Cutter {
   void own(const Segments& level) {
     for (int64_t s = 0; s < level.count; ++s) {
       const int first = static_cast<int>(level.first[s]), end = first + static_cast<int>(level.rows[s]);
-      const bool folds = first < end && can_fold(first, end);
+      if (first == end) continue;
+      const int block = fold_block(first, end, work_.positions[end - 1] / pool_.tile - tile_of(level, s) + 1);
+      const bool folds = block > 0;
       for (int row = first, count; row < end; row += count) {
         const int last = work_.positions[row] / pool_.tile, tile = tile_of(level, s);
         const int edge = row + (last + 1) * pool_.tile - work_.positions[row];
-        count = alike(row, std::min({end, row + block_, edge}));
+        count = alike(row, std::min({end, row + (folds ? block : block_), edge}));
         const bool final = folds || (last == tile && work_.states[row] == 0);
         add({row, count, 0, tile, last - tile + 1, 0, false, final, true, pages_of(level, s), 0, true}, folds);
         for (int r = row; r < row + count && !final; ++r) work_.merged.push_back(r);
@@ -69,7 +81,6 @@ class Cutter {
     if (work_.weights.size() < 2 * count) work_.weights.resize(2 * count), work_.values.resize(count * pool_.head_dim);
   }
 
- private:
   int tile_of(const Segments& level, int64_t s) const { return static_cast<int>(level.start[s] / pool_.tile); }
   static const int64_t* pages_of(const Segments& level, int64_t s) { return level.pages + level.page_indptr[s]; }
 
@@ -87,11 +98,19 @@ class Cutter {
     items.swap(mixed);
   }
 
-  // Rows fold if they are many, and if all that they have read so far was folded.
-  bool can_fold(int first, int end) const {
+  // What a thread takes for some rows of one KV head, in rows and tiles; below 8 rows it is bound by reading.
+  int64_t cost(int64_t tiles, int64_t rows) const { return tiles * std::max<int64_t>(8, rows * group_); }
+
+  // How many rows [first, end) of a segment an item folds over all tiles of it; 0 for none. All that the rows have
+  // read so far must have been folded, then the state goes on. No item may take long against a thread's share.
+  int fold_block(int first, int end, int tiles) const {
     for (int row = first; row < end; ++row)
-      if (work_.states[row] > (folds_[row] ? 1 : 0)) return false;
-    return end - first >= many_;
+      if (work_.states[row] > (folds_[row] ? 1 : 0)) return 0;
+    if (work_.states[first]) return end - first >= many_ ? block_ : 0;
+    for (int block = std::min(block_, end - first);; block = (block + 1) / 2) {
+      if (3 * threads_ * cost(tiles, block) <= total_) return block;
+      if (block * group_ <= kManyRows || block == 1) return 0;
+    }
   }
 
   // How many rows from `row` on have come equally far.
@@ -126,7 +145,8 @@ class Cutter {
 
   const KvPool& pool_;
   Work& work_;
-  const int block_, many_;
+  const int threads_, group_, block_, many_;
+  int64_t total_ = 0;
   std::vector<int> folds_;  // how many levels a row has folded
 };
 

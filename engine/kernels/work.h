@@ -39,7 +39,7 @@ class Cutter {
       const int first = static_cast<int>(level.first[s]), end = first + static_cast<int>(level.rows[s]);
       const int tiles = static_cast<int>(level.tokens[s] / pool_.tile);
       if (!tiles || first == end) continue;
-      const int block = fold_block(first, end, tiles);
+      const int block = fold_block(first, end, tiles, true);
       const bool folds = block > 0;
       for (int row = first, count; row < end; row += count) {
         count = alike(row, std::min(end, row + (folds ? block : block_)));
@@ -53,7 +53,7 @@ class Cutter {
     for (int64_t s = 0; s < level.count; ++s) {
       const int first = static_cast<int>(level.first[s]), end = first + static_cast<int>(level.rows[s]);
       if (first == end) continue;
-      const int block = fold_block(first, end, work_.positions[end - 1] / pool_.tile - tile_of(level, s) + 1);
+      const int block = fold_block(first, end, work_.positions[end - 1] / pool_.tile - tile_of(level, s) + 1, false);
       const bool folds = block > 0;
       for (int row = first, count; row < end; row += count) {
         const int last = work_.positions[row] / pool_.tile, tile = tile_of(level, s);
@@ -102,11 +102,12 @@ class Cutter {
   int64_t cost(int64_t tiles, int64_t rows) const { return tiles * std::max<int64_t>(8, rows * group_); }
 
   // How many rows [first, end) of a segment an item folds over all tiles of it; 0 for none. All that the rows have
-  // read so far must have been folded, then the state goes on. No item may take long against a thread's share.
-  int fold_block(int first, int end, int tiles) const {
+  // read so far must have been folded, then the state goes on: in a later phase, so `late` is asked where few rows
+  // do better side by side with others. No item may take long against a thread's share.
+  int fold_block(int first, int end, int tiles, bool late) const {
     for (int row = first; row < end; ++row)
       if (work_.states[row] > (folds_[row] ? 1 : 0)) return 0;
-    if (work_.states[first]) return end - first >= many_ ? block_ : 0;
+    if (work_.states[first] && !late) return end - first >= many_ ? block_ : 0;
     for (int block = std::min(block_, end - first);; block = (block + 1) / 2) {
       if (3 * threads_ * cost(tiles, block) <= total_) return block;
       if (block * group_ <= kManyRows || block == 1) return 0;

@@ -24,10 +24,6 @@ class Cutter {
     work.items.clear();
     work.merged.clear();
     work.states.assign(work.rows, 0);
-    for (int i = 0; i < count; ++i)
-      for (int64_t s = 0; s < levels[i].count; ++s)
-        if (levels[i].rows[s])
-          total_ += pool.kv_heads * cost((levels[i].tokens[s] + pool.tile - 1) / pool.tile, levels[i].rows[s]);
     for (int i = 0; i + 1 < count; ++i) shared(levels[i]);
     own(levels[count - 1]);
     finish();
@@ -35,6 +31,7 @@ class Cutter {
 
  private:
   void shared(const Segments& level) {
+    weigh(level);
     for (int64_t s = 0; s < level.count; ++s) {
       const int first = static_cast<int>(level.first[s]), end = first + static_cast<int>(level.rows[s]);
       const int tiles = static_cast<int>(level.tokens[s] / pool_.tile);
@@ -50,6 +47,7 @@ class Cutter {
 
   // The last level: a segment a sequence, causal. Its rows are cut at the edges of tiles as well.
   void own(const Segments& level) {
+    weigh(level);
     for (int64_t s = 0; s < level.count; ++s) {
       const int first = static_cast<int>(level.first[s]), end = first + static_cast<int>(level.rows[s]);
       if (first == end) continue;
@@ -101,9 +99,16 @@ class Cutter {
   // What a thread takes for some rows of one KV head, in rows and tiles; below 8 rows it is bound by reading.
   int64_t cost(int64_t tiles, int64_t rows) const { return tiles * std::max<int64_t>(8, rows * group_); }
 
+  void weigh(const Segments& level) {
+    total_ = 0;
+    for (int64_t s = 0; s < level.count; ++s)
+      if (level.rows[s])
+        total_ += pool_.kv_heads * cost((level.tokens[s] + pool_.tile - 1) / pool_.tile, level.rows[s]);
+  }
+
   // How many rows [first, end) of a segment an item folds over all tiles of it; 0 for none. All that the rows have
   // read so far must have been folded, then the state goes on: in a later phase, so `late` is asked where few rows
-  // do better side by side with others. No item may take long against a thread's share.
+  // do better side by side with others. No item may take long against a thread's share of the level.
   int fold_block(int first, int end, int tiles, bool late) const {
     for (int row = first; row < end; ++row)
       if (work_.states[row] > (folds_[row] ? 1 : 0)) return 0;
@@ -147,7 +152,7 @@ class Cutter {
   const KvPool& pool_;
   Work& work_;
   const int threads_, group_, block_, many_;
-  int64_t total_ = 0;
+  int64_t total_ = 0;  // cost of the level that is being cut
   std::vector<int> folds_;  // how many levels a row has folded
 };
 

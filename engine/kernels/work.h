@@ -86,6 +86,11 @@ class Cutter {
   // arithmetic, so threads that do one of each at a time wait for neither.
   void spread() {
     auto& items = work_.items;
+    // Rows of one KV head and tile side by side: threads then read it together, and one of them from memory.
+    std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+      if (a.own || b.own) return a.own < b.own;
+      return a.pages != b.pages ? a.pages < b.pages : a.kv_head < b.kv_head;
+    });
     const size_t shared = static_cast<size_t>(
         std::find_if(items.begin(), items.end(), [](const Item& i) { return i.own; }) - items.begin());
     const size_t own = items.size() - shared;

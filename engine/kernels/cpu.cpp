@@ -1,5 +1,8 @@
-// The C interface of the CPU kernel; see its users in engine/kernels/library.py. Sizes and indices are checked
-// there: nothing here checks again.
+// The C interface of the CPU kernel, as engine/kernels/library.py declares it. Its callers have checked sizes and
+// indices: nothing here checks again. What returns an int returns 0, or 1 where there was no memory for it: all
+// memory is taken before a parallel region begins.
+#include <new>
+
 #include "decoder.h"
 
 using namespace headwater;
@@ -24,6 +27,16 @@ void typed(int bytes, Call call) {
 
 // Phases of a layer outside its attention, and of attention beside those of its items, at most.
 constexpr int kLayerPhases = 7, kAttendPhases = 2;
+
+template <class Call>
+int with_memory(Call call) {
+  try {
+    call();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
 
 void fit(std::vector<uint8_t>& buffer, int64_t bytes) {
   if (static_cast<int64_t>(buffer.size()) < bytes) buffer.resize(bytes);
@@ -53,14 +66,16 @@ void headwater_step_seconds(Step* step, double* out) {
 }
 
 // Prepare a step: levels of a plan, the private one last. The arrays must live until the step is over.
-void headwater_step_begin(Step* step, int bytes, int64_t rows, const int32_t* positions, const int64_t* slots,
+int headwater_step_begin(Step* step, int bytes, int64_t rows, const int32_t* positions, const int64_t* slots,
                           const Segments* levels, int count) {
-  step->work.rows = static_cast<int>(rows);
-  step->work.positions = positions;
-  step->slots = slots;
-  Cutter(step->pool, step->threads, levels, count, step->work);
-  for (Scratch& scratch : step->scratch) scratch.fit(step->pool, bytes);
-  fit(step->q, rows * step->pool.heads * step->pool.head_dim * bytes);
+  return with_memory([&] {
+    step->work.rows = static_cast<int>(rows);
+    step->work.positions = positions;
+    step->slots = slots;
+    Cutter(step->pool, step->threads, levels, count, step->work);
+    for (Scratch& scratch : step->scratch) scratch.fit(step->pool, bytes);
+    fit(step->q, rows * step->pool.heads * step->pool.head_dim * bytes);
+  });
 }
 
 // KV rows in and out of pages: rows is [n, 2, kv_heads, head_dim].
@@ -94,92 +109,100 @@ void headwater_read_rows(const KvPool* pool, int bytes, int layer, int64_t n, co
 
 // Write the rows' KV, then attend, in one layer. Rows of q [heads, head_dim], k and v [kv_heads, head_dim] are
 // dense and stand q_stride, k_stride and v_stride elements apart. out is [rows, heads, head_dim].
-void headwater_attend(Step* step, int bytes, int layer, const void* q, int64_t q_stride, const void* k,
+int headwater_attend(Step* step, int bytes, int layer, const void* q, int64_t q_stride, const void* k,
                       int64_t k_stride, const void* v, int64_t v_stride, void* out) {
-  typed(bytes, [&](auto kind) {
-    using T = decltype(kind);
-    const KvPool& pool = step->pool;
-    const Pages<T> kv(pool, layer);
-    const int rows = step->work.rows, dim = pool.head_dim, group = pool.heads / pool.kv_heads;
-    T* packed = reinterpret_cast<T*>(step->q.data());
-    Phases& phases = step->start(kAttendPhases + static_cast<int>(step->work.phases.size()));
+  return with_memory([&] {
+    typed(bytes, [&](auto kind) {
+      using T = decltype(kind);
+      const KvPool& pool = step->pool;
+      const Pages<T> kv(pool, layer);
+      const int rows = step->work.rows, dim = pool.head_dim, group = pool.heads / pool.kv_heads;
+      T* packed = reinterpret_cast<T*>(step->q.data());
+      Phases& phases = step->start(kAttendPhases + static_cast<int>(step->work.phases.size()));
 #pragma omp parallel num_threads(step->threads)
-    {
-      Member team(phases);
-      Clock clock(step->seconds);
-      team.each_range(rows, [&](int row, int end) {
-        for (; row < end; ++row)
-          for (int h = 0; h < pool.kv_heads; ++h) {
-            std::memcpy(packed + (static_cast<int64_t>(h) * rows + row) * group * dim,
-                        static_cast<const T*>(q) + row * q_stride + h * group * dim, group * dim * sizeof(T));
-            kv.write(step->slots[row], h, static_cast<const T*>(k) + row * k_stride + h * dim,
-                     static_cast<const T*>(v) + row * v_stride + h * dim);
-          }
-      });
-      clock.mark(kRotate);
-      attend_all(team, pool, layer, step->work, packed, step->scratch[omp_get_thread_num()], static_cast<T*>(out));
-      clock.mark(kAttend);
-    }
+      {
+        Member team(phases);
+        Clock clock(step->seconds);
+        team.each_range(rows, [&](int row, int end) {
+          for (; row < end; ++row)
+            for (int h = 0; h < pool.kv_heads; ++h) {
+              std::memcpy(packed + (static_cast<int64_t>(h) * rows + row) * group * dim,
+                          static_cast<const T*>(q) + row * q_stride + h * group * dim, group * dim * sizeof(T));
+              kv.write(step->slots[row], h, static_cast<const T*>(k) + row * k_stride + h * dim,
+                       static_cast<const T*>(v) + row * v_stride + h * dim);
+            }
+        });
+        clock.mark(kRotate);
+        attend_all(team, pool, layer, step->work, packed, step->scratch[omp_get_thread_num()], static_cast<T*>(out));
+        clock.mark(kAttend);
+      }
+    });
   });
 }
 
 // A whole step up to the final norm: hidden fp32 [rows, hidden].
-void headwater_forward(const Model* model, Step* step, int bytes, const int64_t* tokens, float* hidden) {
-  const int64_t rows = step->work.rows, fused = static_cast<int64_t>(model->heads + 2 * model->kv_heads) * model->head_dim;
-  fit(step->attended, rows * model->heads * model->head_dim * bytes);
-  fit(step->x, rows * model->hidden * bytes);
-  fit(step->wide, rows * model->wide * bytes);
-  if (static_cast<int64_t>(step->qkv.size()) < rows * fused) step->qkv.resize(rows * fused);
-  typed(bytes, [&](auto kind) {
-    using T = decltype(kind);
-    const T* embedding = static_cast<const T*>(model->embedding);
-    const int size = model->hidden;
-    Phases& phases =
-        step->start(1 + model->layers * (kLayerPhases + kAttendPhases + static_cast<int>(step->work.phases.size())));
+int headwater_forward(const Model* model, Step* step, int bytes, const int64_t* tokens, float* hidden) {
+  return with_memory([&] {
+    const int64_t rows = step->work.rows, fused = static_cast<int64_t>(model->heads + 2 * model->kv_heads) * model->head_dim;
+    fit(step->attended, rows * model->heads * model->head_dim * bytes);
+    fit(step->x, rows * model->hidden * bytes);
+    fit(step->wide, rows * model->wide * bytes);
+    if (static_cast<int64_t>(step->qkv.size()) < rows * fused) step->qkv.resize(rows * fused);
+    typed(bytes, [&](auto kind) {
+      using T = decltype(kind);
+      const T* embedding = static_cast<const T*>(model->embedding);
+      const int size = model->hidden;
+      Phases& phases =
+          step->start(1 + model->layers * (kLayerPhases + kAttendPhases + static_cast<int>(step->work.phases.size())));
 #pragma omp parallel num_threads(step->threads)
-    {
-      Member team(phases);
-      Clock clock(step->seconds);
-      team.each_range(static_cast<int>(rows), [&](int64_t row, int end) {
-        for (; row < end; ++row)
-          for (int i = 0; i < size; i += kLanes)
-            store(hidden + row * size + i, Element<T>::widen(embedding + tokens[row] * size + i));
-      });
-      run_layers<T>(team, *model, *step, hidden, clock);
-    }
+      {
+        Member team(phases);
+        Clock clock(step->seconds);
+        team.each_range(static_cast<int>(rows), [&](int64_t row, int end) {
+          for (; row < end; ++row)
+            for (int i = 0; i < size; i += kLanes)
+              store(hidden + row * size + i, Element<T>::widen(embedding + tokens[row] * size + i));
+        });
+        run_layers<T>(team, *model, *step, hidden, clock);
+      }
+    });
   });
 }
 
 // Logits of n rows of hidden fp32 [n, hidden]: out fp32 [n, ldo], ldo being the vocabulary padded to panels.
-void headwater_logits(const Model* model, int threads, int bytes, int64_t n, const float* hidden, void* x, float* out,
+int headwater_logits(const Model* model, int threads, int bytes, int64_t n, const float* hidden, void* x, float* out,
                       int64_t ldo) {
-  typed(bytes, [&](auto kind) {
-    using T = decltype(kind);
-    T* normed = static_cast<T*>(x);
-    const int size = model->hidden;
-    Phases phases(2);
+  return with_memory([&] {
+    typed(bytes, [&](auto kind) {
+      using T = decltype(kind);
+      T* normed = static_cast<T*>(x);
+      const int size = model->hidden;
+      Phases phases(2);
 #pragma omp parallel num_threads(threads)
-    {
-      Member team(phases);
-      team.each_range(static_cast<int>(n), [&](int64_t row, int end) {
-        for (; row < end; ++row)
-          rms_norm(hidden + row * size, model->final_norm, model->eps, size, normed + row * size);
-      });
-      multiply<T, false>(team, model->head, normed, static_cast<int>(n), out, ldo);
-    }
+      {
+        Member team(phases);
+        team.each_range(static_cast<int>(n), [&](int64_t row, int end) {
+          for (; row < end; ++row)
+            rms_norm(hidden + row * size, model->final_norm, model->eps, size, normed + row * size);
+        });
+        multiply<T, false>(team, model->head, normed, static_cast<int>(n), out, ldo);
+      }
+    });
   });
 }
 
 // One linear alone: out fp32 [rows, ldo].
-void headwater_linear(const Linear* linear, int threads, int bytes, int64_t rows, const void* x, float* out, int64_t ldo) {
-  typed(bytes, [&](auto kind) {
-    using T = decltype(kind);
-    Phases phases(1);
+int headwater_linear(const Linear* linear, int threads, int bytes, int64_t rows, const void* x, float* out, int64_t ldo) {
+  return with_memory([&] {
+    typed(bytes, [&](auto kind) {
+      using T = decltype(kind);
+      Phases phases(1);
 #pragma omp parallel num_threads(threads)
-    {
-      Member team(phases);
-      multiply<T, false>(team, *linear, static_cast<const T*>(x), static_cast<int>(rows), out, ldo);
-    }
+      {
+        Member team(phases);
+        multiply<T, false>(team, *linear, static_cast<const T*>(x), static_cast<int>(rows), out, ldo);
+      }
+    });
   });
 }
 

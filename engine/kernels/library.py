@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from engine.errors import KernelUnavailable
 from engine.kernels.build import build
+
+logger = logging.getLogger(__name__)
 
 _HUGE_PAGE = 2 << 20
 # Phases that the kernel times, in its order.
@@ -101,9 +104,12 @@ class Library:
         """Raises KernelUnavailable where the file can't be loaded."""
         try:
             lib = ctypes.CDLL(str(path))
-        except OSError as error:
+            self._declare(lib)
+        except (OSError, AttributeError) as error:
             raise KernelUnavailable(f"can't load {path}: {error}") from None
         self.name = path.stem
+
+    def _declare(self, lib: ctypes.CDLL) -> None:
         self.lanes: int = lib.headwater_lanes()
         self.panel: int = lib.headwater_panel()
         self.has_bf16 = bool(lib.headwater_has_bf16())
@@ -112,24 +118,24 @@ class Library:
         self.step_new.argtypes = (POINTER(Pool), c_int)
         self.step_free = _procedure(lib.headwater_step_free, c_void_p)
         self._seconds = _procedure(lib.headwater_step_seconds, c_void_p, POINTER(c_double))
-        self.step_begin = _procedure(
+        self.step_begin = _work(
             lib.headwater_step_begin, c_void_p, c_int, c_int64, c_void_p, c_void_p, c_void_p, c_int
         )
         rows = (POINTER(Pool), c_int, c_int, c_int64, c_void_p, c_void_p)
         self.write_rows = _procedure(lib.headwater_write_rows, *rows)
         self.read_rows = _procedure(lib.headwater_read_rows, *rows)
         strided = (c_void_p, c_int64)
-        self.attend = _procedure(
+        self.attend = _work(
             lib.headwater_attend, c_void_p, c_int, c_int, *strided, *strided, *strided, c_void_p
         )
-        self.forward = _procedure(
+        self.forward = _work(
             lib.headwater_forward, POINTER(ModelWeights), c_void_p, c_int, c_void_p, c_void_p
         )
-        self.logits = _procedure(
+        self.logits = _work(
             lib.headwater_logits,
             *(POINTER(ModelWeights), c_int, c_int, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
         )
-        self.linear = _procedure(
+        self.linear = _work(
             lib.headwater_linear,
             *(POINTER(LinearWeights), c_int, c_int, c_int64, c_void_p, c_void_p, c_int64),
         )
@@ -146,8 +152,17 @@ class Library:
 
 
 def load_library(architecture: str = "native") -> Library:
-    """Compile if needed, and load; see build. Raises KernelUnavailable, in one line."""
-    return Library(build(architecture))
+    """Compile if needed, and load; see build. A file that can't be loaded is compiled anew, once.
+
+    Raises KernelUnavailable, in one line.
+    """
+    path = build(architecture)
+    try:
+        return Library(path)
+    except KernelUnavailable as error:
+        logger.warning("compiling the CPU kernel again: %s", error)
+        path.unlink(missing_ok=True)
+        return Library(build(architecture))
 
 
 def huge_zeros(size: int) -> Tensor:
@@ -164,6 +179,19 @@ def huge_zeros(size: int) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     skip = -whole.data_ptr() % _HUGE_PAGE
     return whole[skip : skip + size]
+
+
+def _work(function: ctypes._NamedFuncPointer, *arguments: type) -> ctypes._NamedFuncPointer:
+    """A function that takes memory of its own: MemoryError where it can't."""
+
+    def check(status: int, _function: object, _arguments: object) -> None:
+        if status:
+            raise MemoryError("no memory for a step of the compiled kernel")
+
+    function.restype = c_int
+    function.argtypes = arguments
+    function.errcheck = check  # type: ignore[assignment]
+    return function
 
 
 def _procedure(function: ctypes._NamedFuncPointer, *arguments: type) -> ctypes._NamedFuncPointer:

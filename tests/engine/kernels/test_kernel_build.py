@@ -98,6 +98,16 @@ def test_a_file_that_is_no_library_is_told(tmp_path: Path) -> None:
 
 
 @needs_kernel
+def test_a_damaged_file_is_compiled_anew(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the stand-in for a compiler made can't be loaded; the real one's can."""
+    damaged = building.build()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr(building, "_key", lambda *_: damaged.stem.removeprefix("cpu-"))
+    assert load_library().lanes in (8, 16)
+    assert damaged.stat().st_size > 10_000
+
+
+@needs_kernel
 def test_the_kernel_shares_torchs_openmp() -> None:
     """Two runtimes would mean two teams of threads that fight for the same cores."""
     import torch

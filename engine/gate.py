@@ -141,7 +141,10 @@ def measure(
         gains = _gains(bench, [batch_plan(b, size, align, block) for b in batches])
     finally:
         attention.wipe(range(1, pages + 1))
-    return None if gains is None else fit(batches, gains, block * token_bytes)
+    if gains is None:
+        return None
+    costs = fit(batches, gains, block * token_bytes)
+    return costs if costs.byte_ns > 0 else None  # bytes that cost nothing to read were never read in peace
 
 
 def batch_plan(batch: Batch, page_size: int, align: int, block: int) -> StepPlan:
@@ -287,7 +290,8 @@ def _fill(
 
 def _read(path: Path) -> GateCosts | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=GateCosts)
+        costs = msgspec.json.decode(path.read_bytes(), type=GateCosts)
+        return costs if costs.plausible else None
     except (OSError, msgspec.DecodeError):
         return None
 

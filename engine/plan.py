@@ -151,6 +151,11 @@ class GateCosts(msgspec.Struct, frozen=True):
         """Time gained a layer by a plan that saves `saved_bytes` with so many shared segments and levels."""
         return saved_bytes * self.byte_ns - segments * self.segment_ns - levels * self.level_ns
 
+    @property
+    def plausible(self) -> bool:
+        """Whether the numbers can be times: from 0, and not beyond all measure."""
+        return all(0 <= value < 1e15 for value in msgspec.structs.astuple(self))
+
     @classmethod
     def parse(cls, text: str) -> GateCosts:
         """Read "byte_ns=0.02,segment_ns=500"; what is not named keeps its default. ConfigError."""
@@ -162,8 +167,8 @@ class GateCosts(msgspec.Struct, frozen=True):
             except ValueError:
                 break
         else:
-            if values.keys() <= set(cls.__struct_fields__) and all(0 <= v < 1e15 for v in values.values()):
-                return cls(**values)
+            if values.keys() <= set(cls.__struct_fields__) and (costs := cls(**values)).plausible:
+                return costs
         raise ConfigError(
             f"HEADWATER_CASCADE_COSTS={text!r} is not allowed: give numbers from 0 as"
             f" {','.join(f'{name}=..' for name in cls.__struct_fields__)}"

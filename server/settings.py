@@ -16,7 +16,9 @@ STRUCTS: tuple[tuple[str, type[msgspec.Struct]], ...] = (("Engine", EngineConfig
 OTHER_VARIABLES = {
     "HEADWATER_TORCH_INDEX": "Package index that `scripts/serve` and `scripts/test` install torch from; "
     "PyTorch's CPU index saves about 2.5 GB where there is no NVIDIA card",
-    "HEADWATER_CACHE_DIR": "Folder that fetched models and compiled kernels are kept in",
+    "HEADWATER_CACHE_DIR": "Folder for fetched models, compiled kernels and measured costs; "
+    "default `~/.cache/headwater`",
+    "CXX": "C++ compiler of the CPU kernel, with flags if need be; default g++, clang++ or c++",
 }
 
 

@@ -131,7 +131,7 @@ class CompiledAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = self.rows
-        if {q.dtype, k.dtype, v.dtype} != {self._dtype} or len(q) < rows:
+        if {q.dtype, k.dtype, v.dtype} != {self._dtype} or min(len(q), len(k), len(v)) < rows:
             raise ValueError(f"{len(q)} rows of {q.dtype} for a step of {rows} of {self._dtype}")
         out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
         q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))
@@ -146,6 +146,8 @@ class CompiledAttention:
 
     def _move(self, function: ctypes._NamedFuncPointer, layer: int, slots: Tensor, rows: Tensor) -> None:
         slots = slots.to(torch.int64).contiguous()
+        if not 0 <= layer < len(self._layers) or len(slots) != len(rows):
+            raise ValueError(f"{len(slots)} slots and {len(rows)} rows of layer {layer}")
         if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_pages * self.page_size:
             raise ValueError("a slot is out of the pool")
         function(byref(self._pool), self.element_size, layer, len(slots), slots.data_ptr(), rows.data_ptr())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -40,12 +41,14 @@ def build(architecture: str = "native") -> Path:
     `architecture` is what the compiler's -march takes: "x86-64-v3" leaves AVX-512 aside. Raises
     KernelUnavailable, in one line, where there is no compiler or it fails.
     """
-    compiler = find_compiler()
-    flags = (*_FLAGS, f"-march={architecture}")
-    target = machine.cache_dir() / "kernels" / f"cpu-{_key(compiler, flags)}.so"
-    if not target.exists():
-        _compile(compiler, flags, target)
-    return target
+    command = [*find_compiler(), *_FLAGS, f"-march={architecture}"]
+    folder, key = machine.cache_dir() / "kernels", _key(command)
+    for path in folder.glob(f"cpu-{key}-*.so"):
+        if path.name == _name(key, path):
+            return path
+        logger.warning("%s is damaged: compiling it anew", path)
+        path.unlink(missing_ok=True)
+    return _compile(command, folder, key)
 
 
 def sources() -> list[Path]:
@@ -54,50 +57,73 @@ def sources() -> list[Path]:
     return [*sorted(folder.glob("*.h")), folder / _SOURCE]
 
 
-def find_compiler() -> str:
-    """Path of the C++ compiler: CXX where it is set, else the first of the usual names.
+def find_compiler() -> list[str]:
+    """The C++ compiler, and flags that CXX may bring: CXX where it is set, else the first of the usual names.
 
     Raises KernelUnavailable where there is none.
     """
-    wanted = os.environ.get("CXX")
-    for name in (wanted,) if wanted else _COMPILERS:
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    for name in wanted[:1] or _COMPILERS:
         found = shutil.which(name)
         if found:
-            return found
-    raise KernelUnavailable(f"no C++ compiler ({wanted or ', '.join(_COMPILERS)})")
+            return [found, *wanted[1:]]
+    if wanted:
+        raise KernelUnavailable(f"no C++ compiler: CXX={os.environ['CXX']} is not found")
+    raise KernelUnavailable(f"no C++ compiler: none of {', '.join(_COMPILERS)} is found")
 
 
-def _key(compiler: str, flags: tuple[str, ...]) -> str:
-    version = _run([compiler, "--version"]).splitlines()[:1]
-    parts = [*flags, compiler, *version, *machine.cpu_identity()]
-    digest = hashlib.sha256("\0".join(parts).encode())
+def _key(command: list[str]) -> str:
+    version = _run([command[0], "--version"]).splitlines()[:1]
+    digest = hashlib.sha256("\0".join([*command, *version, *machine.cpu_identity()]).encode())
     for path in sources():
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
+def _name(key: str, path: Path) -> str:
+    """The name of a whole file: it ends in a hash of the content, as loading a damaged one can kill us."""
+    return f"cpu-{key}-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}.so"
+
+
+def _compile(command: list[str], folder: Path, key: str) -> Path:
     """Compile beside the target and rename, so that nobody ever loads half a file."""
     started = time.perf_counter()
+    logger.info("compiling the CPU kernel for this CPU, once")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as work:
-            made = Path(work) / target.name
-            _run([compiler, *flags, str(Path(__file__).parent / _SOURCE), "-o", str(made)])
-            made.replace(target)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            made = Path(work) / "kernel.so"
+            _run([*command, str(Path(__file__).parent / _SOURCE), "-o", str(made)])
+            if not made.exists():
+                raise KernelUnavailable(f"{command[0]} made no file")
+            with made.open("rb+") as file:
+                os.fsync(file.fileno())
+            target = made.replace(folder / _name(key, made))
     except OSError as error:
-        raise KernelUnavailable(f"can't write {target}: {error}") from None
+        raise KernelUnavailable(f"can't write to {folder}: {error}") from None
     logger.info("compiled the CPU kernel in %.1f s: %s", time.perf_counter() - started, target)
+    return target
 
 
 def _run(command: list[str]) -> str:
+    """Its output. In a session of its own: an interrupt is for the server to act on, not for the compiler."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env={**os.environ, "LC_ALL": "C"},
+            timeout=_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelUnavailable(f"{command[0]} can't be run: {error}") from None
     if done.returncode:
-        reason = next((line for line in done.stderr.splitlines() if "error" in line), "no reason given")
+        logger.debug("%s says: %s", command[0], done.stderr)
+        lines = done.stderr.splitlines() or [f"status {done.returncode}"]
+        reason = next((line for line in lines if "error" in line or "No space" in line), lines[0])
         raise KernelUnavailable(f"{command[0]} failed: {reason}")
     return done.stdout

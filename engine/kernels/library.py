@@ -107,7 +107,7 @@ class Library:
             self._declare(lib)
         except (OSError, AttributeError) as error:
             raise KernelUnavailable(f"can't load {path}: {error}") from None
-        self.name = path.stem
+        self.name = path.stem.rpartition("-")[0]
 
     def _declare(self, lib: ctypes.CDLL) -> None:
         self.lanes: int = lib.headwater_lanes()

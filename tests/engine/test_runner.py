@@ -265,7 +265,7 @@ def test_without_a_compiler_torch_computes_and_says_so(
     monkeypatch.setenv("CXX", "no-such-compiler")
     info = load(tiny_model).info
     assert info.executor == "torch"
-    assert [note for note in info.notes if "no C++ compiler (no-such-compiler)" in note]
+    assert [note for note in info.notes if "no C++ compiler: CXX=no-such-compiler" in note]
     with pytest.raises(ConfigError, match="HEADWATER_EXECUTOR=compiled can't be had: no C"):
         load(tiny_model, executor="compiled")
 

@@ -116,7 +116,7 @@ def test_an_unknown_variable_is_told_with_its_nearest_neighbour() -> None:
 
 def test_variables_that_others_read_are_known() -> None:
     assert unknown_variables(OTHER_VARIABLES) == []
-    assert set(OTHER_VARIABLES) == {"HEADWATER_TORCH_INDEX", "HEADWATER_CACHE_DIR"}
+    assert set(OTHER_VARIABLES) == {"HEADWATER_TORCH_INDEX", "HEADWATER_CACHE_DIR", "CXX"}
 
 
 def test_settings_prints_what_would_be_used(

@@ -68,7 +68,10 @@ def test_every_source_counts() -> None:
     ("body", "message"),
     [
         ("echo 'x.h:3: error: no such thing' >&2\nexit 1", "failed: x.h:3: error: no such thing"),
-        ("exit 1", "failed"),
+        ("printf 'bad \\377 byte' >&2\nexit 1", "failed: bad"),
+        ("exit 1", "failed: status 1"),
+        ("kill -9 $$", "failed: status -9"),
+        ("exit 0", "made no file"),
     ],
 )
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
@@ -87,7 +90,7 @@ def test_no_compiler_and_no_room_are_told(fake: Path, monkeypatch: pytest.Monkey
     with pytest.raises(KernelUnavailable, match="can't write"):
         building.build()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(KernelUnavailable, match=r"no C\+\+ compiler \(no-such-compiler\)"):
+    with pytest.raises(KernelUnavailable, match=r"no C\+\+ compiler: CXX=no-such-compiler is not found"):
         building.build()
 
 
@@ -97,14 +100,31 @@ def test_a_file_that_is_no_library_is_told(tmp_path: Path) -> None:
         Library(tmp_path / "cpu.so")
 
 
+def test_a_damaged_file_is_compiled_anew(fake: Path) -> None:
+    """Truncated, or with other bytes in its middle: loading it could kill the process."""
+    whole = building.build()
+    for damage in (b"", b"mad", b"mado\n"):
+        whole.write_bytes(damage)
+        assert building.build() == whole
+        assert whole.read_text() == "made\n"
+    assert (fake / "calls").read_text() == "x\n" * 4
+
+
 @needs_kernel
-def test_a_damaged_file_is_compiled_anew(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the stand-in for a compiler made can't be loaded; the real one's can."""
-    damaged = building.build()
-    monkeypatch.delenv("CXX")
-    monkeypatch.setattr(building, "_key", lambda *_: damaged.stem.removeprefix("cpu-"))
-    assert load_library().lanes in (8, 16)
-    assert damaged.stat().st_size > 10_000
+def test_a_file_that_cannot_be_loaded_is_compiled_once_more(
+    fake: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the stand-in for a compiler makes is no library, the second time neither: that is told."""
+    with pytest.raises(KernelUnavailable, match="can't load"):
+        load_library()
+    assert (fake / "calls").read_text() == "x\n" * 2
+    assert "compiling the CPU kernel again" in caplog.text
+
+
+def test_flags_may_come_with_the_compiler(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = building.build()
+    monkeypatch.setenv("CXX", f"{fake / 'c++'} -m64")
+    assert building.build() != plain
 
 
 @needs_kernel

@@ -1,8 +1,8 @@
 """At start: does a row keep its bits whatever runs beside it, on this machine, at this thread count?
 
 One real layer with attention over real pages, the head and log-softmax run the same rows alone and in
-steps of many sizes. Where bits differ the padding is raised; where that doesn't help, equal bits are not promised
-and the server says so. Only the arithmetic is probed: a few hundred milliseconds, not a proof.
+steps of many sizes. Where bits differ the padding is raised; where that doesn't help, equal bits are not
+promised and the server says so. Only the arithmetic is probed: a few hundred milliseconds, not a proof.
 """
 
 from __future__ import annotations

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.base import KvShape
+from engine.kernels.library import huge_zeros
 from engine.plan import RowCopy
-
-_CACHE_LINE = 64
 
 
 class KvMemory:
@@ -25,7 +23,8 @@ class KvMemory:
     def __init__(self, shape: KvShape, dtype: torch.dtype) -> None:
         self.shape = shape
         size = (shape.num_pages * shape.page_size, 2, shape.num_kv_heads, shape.head_dim)
-        self.layers = [_lazy_zeros(size, dtype) for _ in range(shape.num_layers)]
+        count = math.prod(size) * dtype.itemsize
+        self.layers = [huge_zeros(count).view(dtype).view(size) for _ in range(shape.num_layers)]
         self.pages = [layer.view(shape.num_pages, -1) for layer in self.layers]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -65,11 +64,3 @@ class KvMemory:
     def _check(self, page: int) -> None:
         if not 0 < page < self.shape.num_pages:
             raise ValueError(f"page {page} is not one of 1..{self.shape.num_pages - 1}")
-
-
-def _lazy_zeros(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take memory only when they are first written: torch.zeros would touch all of them."""
-    count = math.prod(size) * dtype.itemsize
-    memory = np.zeros(count + _CACHE_LINE, np.uint8)
-    skip = -memory.ctypes.data % _CACHE_LINE
-    return torch.from_numpy(memory[skip : skip + count]).view(dtype).view(size)

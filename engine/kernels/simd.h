@@ -27,7 +27,6 @@ inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 // The larger of both; where one is NaN, b.
 inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a, b); }
-inline Vec smaller(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec nearest(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline float sum(Vec a) { return _mm512_reduce_add_ps(a); }
 inline float maximum(Vec a) { return _mm512_reduce_max_ps(a); }
@@ -127,7 +126,6 @@ struct Element<float> {
   static Vec dot(Vec sum, Packed a, Packed b) { return fma(a, b, sum); }
   static Vec widen(const float* p) { return load(p); }
   static void narrow(float* p, Vec v) { store(p, v); }
-  static float widen_one(float x) { return x; }
 };
 
 #if defined(__AVX512BF16__)

@@ -34,7 +34,7 @@ from tests.engine.attention.flashinfer_shim import Launches, cpu_kernels
 @pytest.fixture
 def launches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     if importlib.util.find_spec("flashinfer") is None:
-        pytest.skip("flashinfer has no wheel for this platform")
+        pytest.skip("flashinfer is not installed: the set-up script has said why")
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path_factory.mktemp("flashinfer")))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

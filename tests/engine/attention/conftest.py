@@ -13,7 +13,7 @@ import pytest
 def flashinfer_installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Skip where the package is not here; else keep what it writes at import out of the home folder."""
     if importlib.util.find_spec("flashinfer") is None:
-        pytest.skip("flashinfer has no wheel for this platform")
+        pytest.skip("flashinfer is not installed: the set-up script has said why")
     folder = tmp_path_factory.mktemp("flashinfer")
     os.environ["FLASHINFER_WORKSPACE_BASE"] = str(folder)
     return folder

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.cache.pool import PagePool
 from engine.config import EngineConfig
@@ -24,34 +23,11 @@ Prompt = tuple[int, ...]
 Output = tuple[tuple[int, ...], tuple[float, ...]]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder: Llama, 2 layers, GQA 2, head_dim 64; weights only."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        initializer_range=0.15,
-        tie_word_embeddings=True,
-    )
-    folder = tmp_path_factory.mktemp("groups")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module", params=[name for name in EXECUTORS if name != "compiled-avx2"])
-def runner(request: pytest.FixtureRequest, model: Path) -> Runner:
+def runner(request: pytest.FixtureRequest, tiny_model: Path) -> Runner:
     return Runner.load(
         EngineConfig(
-            model=str(model), executor=request.param, page_size=PAGE, tile=TILE, kv_gb=0.02, threads=2
+            model=str(tiny_model), executor=request.param, page_size=PAGE, tile=TILE, kv_gb=0.02, threads=2
         )
     )
 

@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
+from bench_batches import step_plan
 from hypothesis import strategies as st
 
-from engine.plan import CascadePlan, StepPlan
+from engine.plan import StepPlan
 from engine.scheduling.cascade import Span, plan_cascade
 
 # Sequences grow until the pool holds this many tokens: the oracle takes one row at a time.
@@ -87,32 +87,12 @@ def grow(rng: random.Random, page_size: int, tile: int, depth: int, count: int, 
 def planned(tree: Tree, levels: int) -> tuple[list[int], StepPlan]:
     """The planner's plan of at most `levels` levels: (which sequence stands where, the step)."""
     order, attention = plan_cascade(tree.spans, tree.page_size, tree.tile, "force", levels)
-    return order, step([tree.spans[i] for i in order], attention, tree.page_size)
+    return order, step_plan([tree.spans[i] for i in order], attention, tree.page_size)
 
 
 def flat(spans: Sequence[Span], page_size: int, tile: int) -> StepPlan:
     """These sequences in this order, sharing nothing."""
-    return step(spans, plan_cascade(spans, page_size, tile, "off").attention, page_size)
-
-
-def step(spans: Sequence[Span], attention: CascadePlan, page_size: int) -> StepPlan:
-    """A step of sequences that stand in the plan's order."""
-    positions = [np.arange(s.start, s.start + s.rows) for s in spans]
-    slots = [
-        np.asarray(s.table)[at // page_size] * page_size + at % page_size
-        for s, at in zip(spans, positions, strict=True)
-    ]
-    rows = sum(s.rows for s in spans)
-    return StepPlan(
-        step=0,
-        sequence_ids=tuple(range(len(spans))),
-        row_indptr=np.cumsum([0, *(s.rows for s in spans)]).astype(np.int32),
-        token_ids=np.zeros(rows, np.int64),
-        write_slots=np.concatenate(slots).astype(np.int64),
-        attention=attention,
-        samples=(),
-        sample_sequences=(),
-    )
+    return step_plan(spans, plan_cascade(spans, page_size, tile, "off").attention, page_size)
 
 
 def split(span: Span) -> list[Span]:

@@ -6,13 +6,14 @@ import random
 
 import numpy as np
 import pytest
+from bench_batches import step_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.checks import check_plan
 from engine.plan import CascadeLevel, CascadePlan, GateCosts, flatten
 from engine.scheduling.cascade import Span, plan_cascade
-from tests.engine.attention.trees import Tree, step, trees
+from tests.engine.attention.trees import Tree, trees
 from tests.engine.scheduling.batches import Pages, batches, most_saved
 
 
@@ -105,7 +106,7 @@ def test_every_row_attends_to_exactly_its_own_context_in_order(tree: Tree, level
     spans = [tree.spans[i] for i in order]
     assert sorted(order) == list(range(len(spans)))
     assert len(attention.levels) <= levels
-    plan = step(spans, attention, tree.page_size)
+    plan = step_plan(spans, attention, tree.page_size)
     check_plan(plan, tree.page_size, tree.pages + 1)
     expected = [s.table[: -(-(s.start + s.rows) // tree.page_size)] for s in spans for _ in range(s.rows)]
     assert contexts(attention) == expected
@@ -197,7 +198,7 @@ def test_a_thousand_nested_prefixes_are_planned() -> None:
     before = 0
     for levels in (2, 3, 4, 8):
         order, attention = plan_cascade(spans, 4, 4, "force", levels)
-        check_plan(step([spans[i] for i in order], attention, 4), 4, 4000)
+        check_plan(step_plan([spans[i] for i in order], attention, 4), 4, 4000)
         assert 2 <= len(attention.levels) <= levels
         assert attention.saved_tokens >= before
         before = attention.saved_tokens

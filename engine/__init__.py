@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.errors import (
         ConfigError,
+        ConstraintFailed,
         ContextLengthExceeded,
         EngineUnavailable,
         HeadwaterError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from engine.text import TextCodec
     from engine.types import (
         CacheReceipt,
+        Constraint,
         Delta,
         EngineInfo,
         EngineRequest,
@@ -46,6 +48,7 @@ _HOMES = {
     "EngineConfig": "engine.config",
     "TextCodec": "engine.text",
     "ConfigError": "engine.errors",
+    "ConstraintFailed": "engine.errors",
     "ContextLengthExceeded": "engine.errors",
     "EngineUnavailable": "engine.errors",
     "HeadwaterError": "engine.errors",
@@ -55,6 +58,7 @@ _HOMES = {
     "StepFailed": "engine.errors",
     "UnsupportedModel": "engine.errors",
     "CacheReceipt": "engine.types",
+    "Constraint": "engine.types",
     "Delta": "engine.types",
     "EngineInfo": "engine.types",
     "EngineRequest": "engine.types",
@@ -68,6 +72,8 @@ _HOMES = {
 __all__ = [
     "CacheReceipt",
     "ConfigError",
+    "Constraint",
+    "ConstraintFailed",
     "ContextLengthExceeded",
     "Delta",
     "Engine",

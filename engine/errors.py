@@ -9,6 +9,7 @@ HeadwaterError
 │   └── ContextLengthExceeded    prompt at or over the context limit
 ├── EngineUnavailable        starting, draining or failed (HTTP 503)
 │   └── Overloaded           the queue is full (HTTP 503 with Retry-After)
+├── ConstraintFailed         a grammar can't be followed any further (HTTP 500)
 └── StepFailed               the step that ran this request failed (HTTP 500)
 """
 
@@ -60,6 +61,10 @@ class EngineUnavailable(HeadwaterError):
 
 class Overloaded(EngineUnavailable):
     """The queue of waiting requests is full."""
+
+
+class ConstraintFailed(HeadwaterError):
+    """A sequence's grammar has become too complex to follow, or the tokens have left it."""
 
 
 class StepFailed(HeadwaterError):

@@ -5,6 +5,7 @@ No torch here: plans are numpy arrays, the same for every backend.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import ConfigError
-from engine.types import SamplingParams, TokenLogprob
+from engine.types import Constraint, SamplingParams, TokenLogprob
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -66,6 +67,9 @@ class SampleRow(NamedTuple):
     """One row whose logits are wanted, and how to choose from them.
 
     `row` indexes the step's rows. (seed, prompt_index, choice_index, position) key the random number.
+    `prompt` and `generated` are the sequence's tokens so far, given only where `params` or `constraint` ask
+    for them (see `needs_tokens`): nobody changes them while the step runs. `bound` is mirostat's surprise
+    bound in bits, None before the first token.
     """
 
     row: int
@@ -74,6 +78,28 @@ class SampleRow(NamedTuple):
     prompt_index: int
     choice_index: int
     position: int
+    prompt: Sequence[int] = ()
+    generated: Sequence[int] = ()
+    constraint: Constraint | None = None
+    bound: float | None = None
+
+
+def needs_tokens(params: SamplingParams) -> bool:
+    """Whether choosing a token depends on the tokens before it."""
+    return bool(params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty)
+
+
+class ScoreRows(NamedTuple):
+    """Prompt rows whose logits score the tokens that follow them.
+
+    Row `first` + i of the step gives the log-probability of `targets[i]` and the `top` likeliest.
+    `sequence` is the index of the sequence in the plan.
+    """
+
+    first: int
+    targets: tuple[int, ...]
+    top: int
+    sequence: int
 
 
 class StepPlan(NamedTuple):
@@ -94,6 +120,7 @@ class StepPlan(NamedTuple):
     sample_sequences: tuple[int, ...]
     copies: tuple[RowCopy, ...] = ()
     wipe: tuple[int, ...] = ()
+    scores: tuple[ScoreRows, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -106,7 +133,9 @@ class StepResult(msgspec.Struct, frozen=True):
     `tokens[j]` and `logprobs[j]` (None where not asked) belong to samples[j] of the plan. `bad` names
     the indices i of sequences that had a non-finite hidden state or logit in any of their rows; their
     tokens mean nothing. `seconds` is the time on the compute thread. `verified` says that the step was
-    computed a second time, flat; `differing_rows` of its rows were not the same then.
+    computed a second time, flat; `differing_rows` of its rows were not the same then. `bounds[j]` is
+    mirostat's bound after samples[j] (None where off); `errors` says of a sample j why no token could be
+    chosen, its token means nothing. `scores[k]` belongs to scores[k] of the plan.
     """
 
     tokens: tuple[int, ...]
@@ -115,6 +144,9 @@ class StepResult(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     verified: bool = False
     differing_rows: int = 0
+    bounds: tuple[float | None, ...] = ()
+    errors: dict[int, str] = {}
+    scores: tuple[tuple[TokenLogprob, ...], ...] = ()
 
 
 class StepCosts(msgspec.Struct, frozen=True):

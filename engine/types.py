@@ -1,12 +1,14 @@
 """Plain data that crosses the engine's border: requests in, deltas out.
 
 Everything here is a msgspec struct without behaviour worth mentioning, so that an engine can live in
-another process without change.
+another process without change. A request's constraint is the one exception: whoever carries requests
+elsewhere sends its `source` and has it compiled there.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -27,10 +29,20 @@ class Namespace(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of one sequence are chosen.
 
-    temperature 0 is greedy, ties going to the lowest id. `top_k` 0 is off. `seed` None means that the
-    engine draws one. `stop_token_ids` end the sequence with "stop" (the token counts as generated and
-    is delivered, its text is not shown by the codec); `ignore_eos` clears them. `logprobs` None is off;
-    k >= 0 reports the chosen token and the k likeliest, as log-softmax of the raw fp32 logits.
+    temperature 0 is greedy, ties going to the lowest id. `top_k` 0 is off, as are `typical_p` 1 and
+    `mirostat_target` 0. `seed` None means that the engine draws one. `stop_token_ids` end the sequence with
+    "stop" (the token counts as generated and is delivered, its text is not shown by the codec);
+    `ignore_eos` clears them; the first `min_tokens` tokens are none of them. `logprobs` None is off; k >= 0
+    reports the chosen token and the k likeliest, as log-softmax of the raw fp32 logits, before any of the
+    changes below.
+
+    Logits are changed in this order: `logit_bias` is added (token id, bias); `repetition_penalty` (1 is
+    off) divides the positive and multiplies the negative logits of tokens in the prompt or the output;
+    `frequency_penalty` times the count, and `presence_penalty` once, are taken off tokens of the output.
+
+    `mirostat_target` is a perplexity: each token is drawn among those whose surprise is at most a bound,
+    which follows the target at rate `mirostat_lr` (Basu et al. 2020, in its second form, where the bound
+    starts at twice the target surprise).
     """
 
     max_tokens: int
@@ -42,6 +54,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    typical_p: float = 1.0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    mirostat_target: float = 0.0
+    mirostat_lr: float = 0.1
+
+
+class Constraint(Protocol):
+    """What one sequence may generate: a grammar and how far it has come. Made by TextCodec, one a sequence.
+
+    It follows the tokens by itself, so a repeated, preempted or failed step asks again and gets the same.
+    Used by one thread at a time.
+    """
+
+    @property
+    def source(self) -> str:
+        """What it was compiled from, as plain text."""
+
+    def mask(self, generated: Sequence[int]) -> bytes:
+        """Which tokens may follow the generated ones (all of them so far, prompt left out).
+
+        Little-endian bits, one a token id, set where allowed, at least as many as the vocabulary has. At
+        the end of the grammar only end tokens are allowed. Raises ConstraintFailed where the grammar has
+        become too complex to follow, or the tokens have left it.
+        """
+
+    def complete(self, generated: Sequence[int]) -> bool:
+        """Whether nothing but an end token can follow."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +93,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     `request_id` is only for logs: the engine has ids of its own. `cache_max_len` caps the matched
     prefix in tokens (0: neither match nor wait for another's computation; the KV is still published).
     `prompt_index` and `choice_index` key the random numbers beside the seed and the output position.
+
+    `prompt_logprobs` k >= 0 reports, for each prompt token from position `prompt_logprobs_from` on, its own
+    log-probability and the k likeliest. Rows whose logits that takes are run again even where their KV is
+    cached. Higher `priority` goes first, and is preempted and refused last.
     """
 
     request_id: str
@@ -59,6 +106,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_max_len: int | None = None
     prompt_index: int = 0
     choice_index: int = 0
+    prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 0
+    priority: int = 0
+    constraint: Constraint | None = None
 
 
 class CacheReceipt(msgspec.Struct, frozen=True):
@@ -76,7 +127,7 @@ class CacheReceipt(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Log-probability of one generated token, and the likeliest alternatives, best first."""
+    """Log-probability of one token, generated or of the prompt, and the likeliest there, best first."""
 
     token_id: int
     logprob: float
@@ -90,6 +141,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     ended before it was ever scheduled). Nothing follows a delta with a finish reason. `error` is a
     message, set with finish reason "error". `prompt_rows` comes with a finish reason: how many of the
     prompt's computed tokens were really run, fewer than the receipt's where it ended in prefill.
+    `prompt_logprobs`, where asked for, comes whole with the first delta of a finished prefill: one entry
+    a prompt token from the first one asked for; None for the very first token, which nothing predicts.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -98,6 +151,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     receipt: CacheReceipt | None = None
     error: str | None = None
     prompt_rows: int = 0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,8 +17,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.models.decoder import Decoder
 from engine.plan import SampleRow, StepPlan
-from engine.sampling.sampler import Sampler
-from engine.types import TokenLogprob
+from engine.sampling.sampler import Drawn, Sampler
 
 
 class Padding(NamedTuple):
@@ -27,14 +26,6 @@ class Padding(NamedTuple):
 
     rows: int = 1
     queries: int = 4
-
-
-class Sampled(NamedTuple):
-    """Tokens and log-probabilities of a step's samples, and which samples had finite logits only."""
-
-    tokens: list[int]
-    logprobs: list[TokenLogprob | None]
-    finite: npt.NDArray[np.bool_]
 
 
 class Pipeline:
@@ -74,13 +65,12 @@ class Pipeline:
         chosen[: len(rows)] = hidden[list(rows)]
         return self.decoder.logits(chosen)[: len(rows)]
 
-    def sample(self, hidden: Tensor, samples: Sequence[SampleRow]) -> Sampled:
+    def sample(self, hidden: Tensor, samples: Sequence[SampleRow]) -> Drawn:
         """Choose a token for each sample, from the logits of its row."""
         if not samples:
-            return Sampled([], [], np.zeros(0, np.bool_))
+            return Drawn([], [], np.zeros(0, np.bool_), [], {})
         logits = self.logits(hidden, [sample.row for sample in samples])
-        tokens, logprobs, finite = self.sampler.sample(logits, samples)
-        return Sampled(tokens, logprobs, finite.numpy())
+        return self.sampler.sample(logits, samples)
 
     def _round(self, rows: int) -> int:
         return -(-rows // self._rows) * self._rows

@@ -129,6 +129,8 @@ class Runner:
             seconds,
             verified,
             differing,
+            bounds=tuple(sampled.bounds),
+            errors=sampled.errors,
         )
 
 

@@ -8,8 +8,10 @@ many, and on however many threads. So nothing here sums over a row but torch's s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,21 +25,33 @@ from engine.types import TokenLogprob
 _COLDEST = float(torch.finfo(torch.float32).tiny)
 
 
+class Drawn(NamedTuple):
+    """What n rows drew, in their order.
+
+    `tokens`: n ids. `logprobs`: n reports, None where not asked for. `finite`: bool [n], False where any
+    raw logit of the row is NaN or infinite: such a row has token 0 and no report, which mean nothing.
+    `bounds`: mirostat's bounds in bits for the next position, None where off. `errors`: for rows from
+    which no token can be chosen, why; their token 0 means nothing either.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob | None]
+    finite: npt.NDArray[np.bool_]
+    bounds: list[float | None]
+    errors: dict[int, str]
+
+
 class Sampler:
     """Chooses tokens. Stateless between calls; belongs to the compute thread, as all torch does."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def sample(
-        self, logits: Tensor, rows: Sequence[SampleRow]
-    ) -> tuple[list[int], list[TokenLogprob | None], Tensor]:
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Drawn:
         """Choose one token for each row.
 
-        logits: fp32 [n, V], row j belonging to rows[j]. Returns n token ids, n log-probabilities (None
-        where not asked for), and finite: bool [n], False where any logit of the row is NaN or infinite.
-        Such a row has token 0 and no log-probabilities, which mean nothing. Temperature 0 takes the
-        largest logit, ties going to the lowest id.
+        logits: fp32 [n, V], row j belonging to rows[j]. Temperature 0 takes the largest logit, ties going
+        to the lowest id.
         """
         if logits.shape != (len(rows), self._vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(rows), self._vocab_size)}")
@@ -61,7 +75,7 @@ class Sampler:
             reports = token_logprobs(_select(logits, asked), [tokens[j] for j in asked], counts)
             for j, report in zip(asked, reports, strict=True):
                 logprobs[j] = report
-        return tokens, logprobs, torch.from_numpy(finite)
+        return Drawn(tokens, logprobs, finite, [None] * len(rows), {})
 
     def _draw(self, logits: Tensor, top: Float32, rows: Sequence[SampleRow], drawn: list[int]) -> list[int]:
         picked = _select(logits, drawn)

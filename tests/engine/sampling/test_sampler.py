@@ -63,7 +63,7 @@ def test_a_row_gets_the_same_bits_alone_and_in_any_company(n, threads):
     alone = [sampler.sample(logits[j : j + 1], rows[j : j + 1]) for j in range(33)]
     torch.set_num_threads(threads)
     for start in range(0, 33, n):
-        tokens, logprobs, finite = sampler.sample(logits[start : start + n], rows[start : start + n])
+        tokens, logprobs, finite, *_ = sampler.sample(logits[start : start + n], rows[start : start + n])
         for j, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), start):
             assert ([token], [logprob]) == alone[j][:2]
         assert finite.all()
@@ -83,7 +83,7 @@ def test_any_selection_of_rows_in_any_order_gives_each_its_own_bits(order, kinds
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        tokens, logprobs, _ = sampler.sample(logits[order], [rows[j] for j in order])
+        tokens, logprobs, *_ = sampler.sample(logits[order], [rows[j] for j in order])
         for place, j in enumerate(order):
             alone = sampler.sample(logits[j : j + 1], [rows[j]])
             assert ([tokens[place]], [logprobs[place]]) == alone[:2]
@@ -149,7 +149,7 @@ def test_the_widest_finite_logits_overflow_nothing():
     logits = torch.full((40, V), -big)
     logits[:, [77, 78]] = big
     rows = [row(j, temperature=1e-6 if j % 2 else 2.0, logprobs=2) for j in range(40)]
-    tokens, logprobs, finite = Sampler(V).sample(logits, rows)
+    tokens, logprobs, finite, *_ = Sampler(V).sample(logits, rows)
     assert set(tokens[::2]) == set(tokens[1::2]) == {77, 78}
     assert finite.all()
     half = pytest.approx(float(np.log(0.5)))
@@ -165,7 +165,7 @@ def test_a_row_with_a_bad_logit_is_named_and_disturbs_no_other(poison, place):
     for victims in ([3], [0, 7], range(8)):
         spoilt = logits.clone()
         spoilt[list(victims), place] = poison
-        tokens, logprobs, finite = Sampler(V).sample(spoilt, rows)
+        tokens, logprobs, finite, *_ = Sampler(V).sample(spoilt, rows)
         for j in range(8):
             assert bool(finite[j]) == (j not in victims)
             assert tokens[j] == (0 if j in victims else good[0][j])
@@ -174,13 +174,13 @@ def test_a_row_with_a_bad_logit_is_named_and_disturbs_no_other(poison, place):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_of_nothing_but_bad_logits_raises_nothing(poison):
-    tokens, logprobs, finite = Sampler(V).sample(torch.full((1, V), poison), [row(logprobs=3)])
+    tokens, logprobs, finite, *_ = Sampler(V).sample(torch.full((1, V), poison), [row(logprobs=3)])
     assert (tokens, logprobs, finite.tolist()) == ([0], [None], [False])
 
 
 def test_no_rows_give_no_tokens():
-    tokens, logprobs, finite = Sampler(V).sample(torch.empty(0, V), [])
-    assert (tokens, logprobs, finite.shape, finite.dtype) == ([], [], (0,), torch.bool)
+    tokens, logprobs, finite, *_ = Sampler(V).sample(torch.empty(0, V), [])
+    assert (tokens, logprobs, finite.shape, finite.dtype) == ([], [], (0,), np.bool_)
 
 
 def test_logits_of_another_shape_are_refused():

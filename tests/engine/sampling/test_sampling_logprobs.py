@@ -26,7 +26,7 @@ def logits_of(n: int) -> torch.Tensor:
 def test_chosen_and_likeliest_are_log_softmax_of_the_raw_logits(k):
     logits = logits_of(6)
     rows = [row(j, temperature=j * 0.4, top_k=30, logprobs=k) for j in range(6)]
-    tokens, logprobs, _ = Sampler(V).sample(logits, rows)
+    tokens, logprobs, *_ = Sampler(V).sample(logits, rows)
     exact = torch.log_softmax(logits.double(), dim=-1)
     for j, (token, report) in enumerate(zip(tokens, logprobs, strict=True)):
         assert report is not None
@@ -38,7 +38,7 @@ def test_chosen_and_likeliest_are_log_softmax_of_the_raw_logits(k):
 
 
 def test_the_greedy_token_leads_its_alternatives_with_the_same_number():
-    tokens, logprobs, _ = Sampler(V).sample(logits_of(9), [row(temperature=0.0, logprobs=3)] * 9)
+    tokens, logprobs, *_ = Sampler(V).sample(logits_of(9), [row(temperature=0.0, logprobs=3)] * 9)
     for token, report in zip(tokens, logprobs, strict=True):
         assert report is not None
         assert report.top[0] == (token, report.logprob)

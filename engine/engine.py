@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
@@ -29,7 +29,8 @@ from engine.errors import (
     StepFailed,
 )
 from engine.plan import GateCosts, StepCosts, StepPlan, StepResult
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
 from engine.stream import RequestStream
 from engine.types import Delta, EngineInfo, EngineRequest, EngineStats, FinishReason
 
@@ -103,15 +104,15 @@ class Engine:
         """Queue a request and return its stream.
 
         Raises at the door: RequestError for what can't be run, ContextLengthExceeded for a prompt that
-        leaves no room for one token, Overloaded when the queue is full, EngineUnavailable when draining
-        or failed.
+        leaves no room for one token, Overloaded when the queue is full (of requests that are no less
+        urgent: else the last of those ends with "shed"), EngineUnavailable when draining or failed.
         """
         if not self.ready:
             raise EngineUnavailable(
                 "the engine is " + ("failed" if self._failure.done() else "shutting down")
             )
         request = self._checked(request)
-        if self._scheduler.waiting >= self.config.max_waiting:
+        if self._scheduler.waiting >= self.config.max_waiting and not self._scheduler.shed(request.priority):
             raise Overloaded(f"{self._scheduler.waiting} requests are waiting already")
         seed = request.params.seed
         id = self._scheduler.submit(
@@ -294,15 +295,22 @@ class Engine:
                 "it leaves no room for a token.",
                 param="prompt",
             )
-        if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
-            raise RequestError(f"token ids go from 0 to {self.info.vocab_size - 1}", param="prompt")
+        self._check_ids("prompt", prompt)
         if params.max_tokens < 0:
             raise RequestError("max_tokens must be 0 or more", param="max_tokens")
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", [token for token, _ in params.logit_bias])
+        if request.prompt_logprobs_from < 0:
+            raise RequestError("prompt_logprobs_from must be 0 or more", param="prompt_logprobs_from")
         room = context - len(prompt)
         if params.max_tokens > room:
             params = msgspec.structs.replace(params, max_tokens=room)
             request = msgspec.structs.replace(request, params=params)
         return request
+
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        if ids and (min(ids) < 0 or max(ids) >= self.info.vocab_size):
+            raise RequestError(f"token ids go from 0 to {self.info.vocab_size - 1}", param=field)
 
     def _namespace(self, request: EngineRequest) -> Hashable:
         """Typed parts: the numerics and weight version first, so that neither ever matches across."""

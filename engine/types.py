@@ -12,7 +12,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "shed"]
+"""How a sequence ended. "shed": it had not begun when a request of higher priority needed its place."""
 
 
 class Namespace(msgspec.Struct, frozen=True):
@@ -115,11 +116,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 class CacheReceipt(msgspec.Struct, frozen=True):
     """What the cache did for one request, frozen when its first own chunk is scheduled.
 
-    prompt_tokens = cached_tokens + computed_tokens, whatever happens afterwards.
+    prompt_tokens = cached_tokens + computed_tokens, whatever happens afterwards. Of the computed tokens
+    `written_tokens` were not in the cache: the rest is run again for its logits, or because the request may
+    not use what is there.
     """
 
     prompt_tokens: int
     cached_tokens: int
+    written_tokens: int = 0
 
     @property
     def computed_tokens(self) -> int:

@@ -14,7 +14,8 @@ from engine.config import EngineConfig
 from engine.plan import StepPlan, StepResult
 from engine.runner import Runner
 from engine.scheduling.cascade import CascadeMode
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
 from engine.types import EngineRequest, SamplingParams
 
 # Rows of KV that are drawn at once; the same ones stand in every layer.

@@ -24,7 +24,8 @@ from engine import machine
 from engine.cache.pool import PagePool
 from engine.config import EngineConfig
 from engine.plan import StepPlan
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
 from engine.types import EngineRequest, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:

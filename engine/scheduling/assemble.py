@@ -6,7 +6,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.plan import CascadeLevel, Int32, Int64, RowCopy, SampleRow, StepPlan
+from engine.plan import (
+    CascadeLevel,
+    Int32,
+    Int64,
+    RowCopy,
+    SampleRow,
+    ScoreRows,
+    StepPlan,
+    needs_tokens,
+)
 from engine.scheduling.cascade import CascadePlanner
 from engine.scheduling.sequence import Sequence
 
@@ -29,7 +38,7 @@ def assemble(step: int, chunks: list[Chunk], planner: CascadePlanner, wipe: tupl
         starts = [starts[i] for i in order]
     private = attention.levels[-1]
     token_ids = list[int]()
-    samples, owners = list[SampleRow](), list[int]()
+    samples, owners, scores = list[SampleRow](), list[int](), list[ScoreRows]()
     for index, ((seq, rows, _), start) in enumerate(zip(chunks, starts, strict=True)):
         tokens = seq.tokens
         end = start + rows
@@ -37,19 +46,11 @@ def assemble(step: int, chunks: list[Chunk], planner: CascadePlanner, wipe: tupl
             token_ids.append(tokens[start])
         else:
             token_ids += tokens[start:end]
-        request = seq.request
+        if (score := _score(seq, start, end, len(token_ids) - rows, index)) is not None:
+            scores.append(score)
         # A token is wanted when the chunk ends with the last known token.
-        if end == len(tokens) and request.params.max_tokens > 0:
-            samples.append(
-                SampleRow(
-                    len(token_ids) - 1,
-                    request.params,
-                    seq.seed,
-                    request.prompt_index,
-                    request.choice_index,
-                    end - len(request.prompt),
-                )
-            )
+        if end == len(tokens) and seq.request.params.max_tokens > 0:
+            samples.append(_sample(seq, len(token_ids) - 1))
             owners.append(index)
     return StepPlan(
         step=step,
@@ -62,7 +63,40 @@ def assemble(step: int, chunks: list[Chunk], planner: CascadePlanner, wipe: tupl
         sample_sequences=tuple(owners),
         copies=tuple([c.copy for c in chunks if c.copy is not None]),
         wipe=wipe,
+        scores=tuple(scores),
     )
+
+
+def _sample(seq: Sequence, row: int) -> SampleRow:
+    """The sample of a sequence's last known token, which stands in `row`."""
+    request = seq.request
+    told = request.constraint is not None or needs_tokens(request.params)
+    return SampleRow(
+        row,
+        request.params,
+        seq.seed,
+        request.prompt_index,
+        request.choice_index,
+        seq.generated,
+        prompt=request.prompt if told else (),
+        generated=seq.tokens[seq.prompt_len :] if told else (),
+        constraint=request.constraint,
+        bound=seq.bound,
+    )
+
+
+def _score(seq: Sequence, start: int, end: int, first: int, index: int) -> ScoreRows | None:
+    """The prompt tokens that rows [start, end) of a sequence predict and whose log-probability is wanted.
+
+    `first` is the step's row of `start`, `index` the sequence's place in the plan.
+    """
+    position = seq.next_score
+    if position is None or position > end:
+        return None
+    targets = seq.request.prompt[position : end + 1]
+    if not targets:
+        return None
+    return ScoreRows(first + position - 1 - start, targets, seq.request.prompt_logprobs or 0, index)
 
 
 def _write_slots(positions: Int32, kv_start: Int32, private: CascadeLevel, page_size: int) -> Int64:

@@ -19,10 +19,12 @@ from typing import NamedTuple
 from engine.cache.node import Match, Node, common_prefix
 from engine.cache.pool import PagePool
 from engine.cache.tree import PrefixTree
-from engine.plan import GateCosts, StepCosts, StepPlan, StepResult
+from engine.errors import ConstraintFailed
+from engine.plan import StepCosts, StepPlan, StepResult
 from engine.scheduling.assemble import Chunk, assemble
-from engine.scheduling.cascade import CascadeMode, CascadePlanner, Rules
+from engine.scheduling.cascade import CascadePlanner
 from engine.scheduling.counters import Counters
+from engine.scheduling.limits import Limits
 from engine.scheduling.policy import StepBudget
 from engine.scheduling.sequence import Sequence, State
 from engine.scheduling.tables import PageTables
@@ -31,22 +33,8 @@ from engine.types import CacheReceipt, Delta, EngineRequest, FinishReason, Token
 LEARNING_RATE = 0.1
 """Weight of the last step in the estimate of the machine's pace."""
 
-
-class Limits(NamedTuple):
-    """What bounds the scheduler, and how it cuts batches. `context` is prompt plus generated tokens of one
-    sequence, `token_bytes` the KV of a token in one of `layers` layers; cascade_levels count the private one.
-    """
-
-    context: int
-    max_running: int = 64
-    max_step_tokens: int = 512
-    step_ms: float = 100.0
-    align: int = 256
-    cascade: CascadeMode = "auto"
-    cascade_levels: int = 4
-    gate: GateCosts = GateCosts()
-    token_bytes: int = 1
-    layers: int = 1
+SCORED_ROWS = 128
+"""Most rows of a chunk whose logits are all wanted: each takes the head as well."""
 
 
 class Event(NamedTuple):
@@ -79,16 +67,7 @@ class Scheduler:
         self._wipe: list[int] = []
         self._in_flight: StepPlan | None = None
         self._next_id = 0
-        self._planner = CascadePlanner(
-            Rules(
-                pool.page_size,
-                limits.align,
-                limits.cascade,
-                limits.cascade_levels,
-                limits.gate,
-                limits.token_bytes,
-            )
-        )
+        self._planner = CascadePlanner(limits.rules(pool.page_size))
         self._pace = 1.0  # how long steps take lately, as a multiple of what `costs` predicts
 
     # -- the door --------------------------------------------------------------------------------
@@ -100,8 +79,16 @@ class Scheduler:
         seq = Sequence(self._next_id, request, namespace, seed)
         self._next_id += 1
         self._sequences[seq.id] = seq
-        self._waiting.append(seq)
+        insort(self._waiting, seq, key=_rank)
         return seq.id
+
+    def shed(self, priority: int) -> bool:
+        """Refuse the last in the queue for a request of `priority`; False where nobody's is lower."""
+        victim = next((s for s in reversed(self._waiting) if s.receipt is None), None)
+        if victim is None or victim.request.priority >= priority:
+            return False
+        self._finish(victim, "shed")
+        return True
 
     def stop(self, id: int, reason: FinishReason) -> None:
         """End a sequence ("abort", or "stop" when a stop string was found). Unknown ids are ignored.
@@ -146,7 +133,7 @@ class Scheduler:
         return not self._sequences
 
     def take_waiting(self) -> list[Sequence]:
-        """Give up the sequences that have not begun, in order of arrival."""
+        """Give up the sequences that have not begun, in order."""
         taken = [s for s in self._waiting if s.receipt is None]
         self._waiting = [s for s in self._waiting if s.receipt is not None]
         for seq in taken:
@@ -186,11 +173,11 @@ class Scheduler:
                 chunks[seq] = Chunk(seq, 1)
 
     def _plan_prefills(self, budget: StepBudget, chunks: dict[Sequence, Chunk]) -> None:
-        """The next chunk of each admitted prompt, oldest first."""
+        """The next chunk of each admitted prompt, in order."""
         for seq in [s for s in self._running if s.prefilling]:
             if seq.state is not State.RUNNING:
                 continue
-            rows = budget.chunk(seq.computed, seq.remaining)
+            rows = budget.chunk(seq.computed, _most_rows(seq, seq.remaining))
             if rows == 0:
                 return
             if self._make_room(seq, seq.computed + rows, chunks):
@@ -198,9 +185,9 @@ class Scheduler:
                 chunks[seq] = Chunk(seq, rows)
 
     def _make_room(self, seq: Sequence, end: int, chunks: dict[Sequence, Chunk]) -> bool:
-        """Take pages up to token `end`, preempting the youngest while there are too few.
+        """Take pages up to token `end`, preempting the last in order while there are too few.
 
-        The oldest running sequence is never preempted, so somebody always gets on. False if `seq` itself
+        The first running sequence is never preempted, so somebody always gets on. False if `seq` itself
         had to go.
         """
         if seq.state is not State.RUNNING:
@@ -224,13 +211,14 @@ class Scheduler:
         self.tables.release(seq)
         self._running.remove(seq)
         seq.state = State.WAITING
-        insort(self._waiting, seq, key=lambda s: s.id)
+        insort(self._waiting, seq, key=_rank)
         self._reclaim_tails()
 
     # -- admission -------------------------------------------------------------------------------
 
     def _admit_waiting(self, budget: StepBudget, chunks: dict[Sequence, Chunk]) -> None:
-        """Admit in order of arrival; who waits for another's prefix is passed over, who lacks room is not."""
+        """Admit in order of priority and arrival; who waits for another's prefix is passed over, who lacks
+        room is not."""
         admitted = []
         for seq in self._waiting:
             if len(self._running) >= self.limits.max_running or budget.rows_left == 0:
@@ -240,11 +228,11 @@ class Scheduler:
             match = self.tree.match(seq.namespace, seq.tokens, seq.match_limit())
             if self._park(seq, match.length):
                 continue
-            rows = budget.chunk(match.length, len(seq.tokens) - match.length)
+            rows = budget.chunk(match.length, _most_rows(seq, len(seq.tokens) - match.length))
             fitting = self._fitting(seq, match)
             if rows == 0 or fitting is None:
                 break
-            rows = min(rows + match.length - fitting.length, budget.rows_left)
+            rows = min(_most_rows(seq, rows + match.length - fitting.length), budget.rows_left)
             admitted.append(seq)
             chunks[seq] = self._admit(seq, fitting, rows)
             budget.add_chunk(seq.computed, rows)
@@ -303,11 +291,19 @@ class Scheduler:
         seq.state = State.RUNNING
         seq.target = len(seq.tokens)
         if seq.receipt is None:
-            seq.receipt = CacheReceipt(seq.prompt_len, match.length)
+            seq.receipt = CacheReceipt(
+                seq.prompt_len, match.length, seq.prompt_len - self._stored(seq, match)
+            )
             self.counters.admitted(seq.receipt)
-        insort(self._running, seq, key=lambda s: s.id)
+        insort(self._running, seq, key=_rank)
         self.tables.grow(seq, seq.computed + rows)
         return Chunk(seq, rows, copy)
+
+    def _stored(self, seq: Sequence, match: Match) -> int:
+        """Tokens of the prompt that the cache holds, whether or not the request may use them."""
+        if match.length < min(seq.match_limit(), seq.prompt_len):
+            return match.length
+        return self.tree.match(seq.namespace, seq.request.prompt, seq.prompt_len).length
 
     # -- after the step --------------------------------------------------------------------------
 
@@ -316,19 +312,19 @@ class Scheduler:
         self._land(plan)
         self._learn(plan, result.seconds)
         self.counters.ran(plan, result)
-        tokens = dict(
-            zip(plan.sample_sequences, zip(result.tokens, result.logprobs, strict=True), strict=True)
-        )
+        samples = {index: j for j, index in enumerate(plan.sample_sequences)}
+        scores = {row.sequence: found for row, found in zip(plan.scores, result.scores, strict=True)}
         for index, id in enumerate(plan.sequence_ids):
             seq = self._sequences[id]
             if index in result.bad:
                 self._fail_sequence(seq, "the model gave a number that is not finite")
                 continue
             self._advance(seq, int(plan.row_indptr[index + 1] - plan.row_indptr[index]))
+            seq.scored += scores.get(index, ())
             if seq.ending is not None:
                 self._finish(seq, seq.ending)
-            elif index in tokens:
-                self._append(seq, *tokens[index])
+            elif index in samples:
+                self._take_sample(seq, result, samples[index])
             elif seq.remaining == 0:
                 self._finish(seq, "length")  # max_tokens 0: the prompt was all there was to run
         self._settle()
@@ -365,12 +361,29 @@ class Scheduler:
         if was_prefill or seq.computed % self.pool.page_size == 0:
             self.tables.publish(seq, tail=was_prefill)
 
+    def _take_sample(self, seq: Sequence, result: StepResult, sample: int) -> None:
+        """Append the token that was chosen, or end the sequence where none could be."""
+        error = result.errors.get(sample)
+        if error is None:
+            if result.bounds:
+                seq.bound = result.bounds[sample]
+            try:
+                self._append(seq, result.tokens[sample], result.logprobs[sample])
+            except ConstraintFailed as failure:
+                error = str(failure)
+        if error is not None:
+            self._fail_sequence(seq, error)
+
     def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> None:
+        params, constraint = seq.request.params, seq.request.constraint
+        ends = token in params.stop_token_ids and not params.ignore_eos
+        if constraint is not None and not ends:
+            # The grammar's end is the reply's: a token that only says so is not worth a step.
+            ends = constraint.complete([*seq.tokens[seq.prompt_len :], token])
         seq.tokens.append(token)
         self.counters.generated_tokens += 1
-        params = seq.request.params
         reason: FinishReason | None = None
-        if token in params.stop_token_ids and not params.ignore_eos:
+        if ends:
             reason = "stop"
         elif seq.generated >= params.max_tokens or len(seq.tokens) >= self.limits.context:
             reason = "length"
@@ -432,6 +445,7 @@ class Scheduler:
             receipt=receipt,
             error=error,
             prompt_rows=0 if reason is None else seq.prompt_rows,
+            prompt_logprobs=tuple(seq.scored) if first and seq.next_score is None else (),
         )
         self._events.append(Event(seq.id, delta))
 
@@ -457,3 +471,12 @@ class Scheduler:
                 path[:0] = node.pages
                 node = node.parent
             assert path == seq.table[: seq.shared].tolist(), f"{seq} and its path in the tree differ"
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return seq.rank
+
+
+def _most_rows(seq: Sequence, rows: int) -> int:
+    """Rows that a chunk of `seq` may have at most."""
+    return rows if seq.next_score is None else min(rows, SCORED_ROWS)

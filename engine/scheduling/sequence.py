@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from engine.types import CacheReceipt, EngineRequest, FinishReason
+from engine.types import CacheReceipt, EngineRequest, FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
     from engine.cache.node import Node
@@ -31,18 +31,23 @@ class Sequence:
     `tokens` is the prompt and what was generated. KV of tokens [0, computed) is committed. `table` names
     the pages of all tokens up to the chunk in flight: pages [0, shared) stand in the tree on the path that
     ends at `node`, which is pinned; the rest are this sequence's own, the first of them named by `tail` when
-    its rows have been published. `target` is the end of the prefill it was admitted for.
+    its rows have been published. `target` is the end of the prefill it was admitted for. `rank` orders
+    sequences: who comes first is served first and loses its place last. `scored` are the prompt's
+    log-probabilities so far, `bound` is mirostat's.
     """
 
     __slots__ = (
+        "bound",
         "computed",
         "ending",
         "high_water",
         "id",
         "namespace",
         "node",
+        "rank",
         "receipt",
         "request",
+        "scored",
         "seed",
         "shared",
         "state",
@@ -70,6 +75,11 @@ class Sequence:
         self.receipt: CacheReceipt | None = None
         self.waits_for: tuple[Sequence, int] | None = None
         self.ending: FinishReason | None = None
+        self.rank = (-request.priority, id)
+        self.bound: float | None = None
+        # Nothing predicts a prompt's first token.
+        starts = request.prompt_logprobs is not None and request.prompt_logprobs_from == 0
+        self.scored: list[TokenLogprob | None] = [None] if starts else []
 
     @property
     def prompt_len(self) -> int:
@@ -95,9 +105,20 @@ class Sequence:
             return 0
         return max(0, min(self.high_water, self.prompt_len) - self.receipt.cached_tokens)
 
+    @property
+    def next_score(self) -> int | None:
+        """Position of the prompt token whose log-probability is still to be had, None if there is none."""
+        if self.request.prompt_logprobs is None:
+            return None
+        position = self.request.prompt_logprobs_from + len(self.scored)
+        return position if position < self.prompt_len else None
+
     def match_limit(self) -> int:
-        """Tokens that may come from the cache: the last one must run to give logits."""
+        """Tokens that may come from the cache: the last one must run to give logits, and so must the one
+        before each prompt token whose log-probability is wanted."""
         limit = len(self.tokens) - 1
+        if (score := self.next_score) is not None:
+            limit = min(limit, score - 1)
         cap = self.request.cache_max_len
         return limit if cap is None else min(limit, cap)
 

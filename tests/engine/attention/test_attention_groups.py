@@ -12,7 +12,8 @@ from engine.cache.pool import PagePool
 from engine.config import EngineConfig
 from engine.runner import Runner
 from engine.scheduling.cascade import CascadeMode
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
 from engine.types import EngineRequest, SamplingParams
 from tests.engine.attention.executors import EXECUTORS
 

@@ -9,7 +9,8 @@ import numpy as np
 from engine.cache.pool import PagePool
 from engine.plan import CascadeLevel, Int32, StepCosts, StepPlan
 from engine.scheduling.cascade import CascadePlanner, Planned, Rules
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
 from engine.types import CacheReceipt, EngineRequest, FinishReason, SamplingParams
 from tests.engine.scheduling.fake_runner import STOP, FakeRunner, Truth, alone
 

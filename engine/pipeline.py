@@ -6,7 +6,7 @@ probe finds holds for what is served.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +16,13 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.models.decoder import Decoder
-from engine.plan import SampleRow, StepPlan
+from engine.plan import SampleRow, ScoreRows, StepPlan
+from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import Drawn, Sampler
+from engine.types import TokenLogprob
+
+SCORE_BLOCK = 64
+"""Rows of a prompt whose logits are held at once: 12 MB for a vocabulary of 49,152."""
 
 
 class Padding(NamedTuple):
@@ -71,6 +76,22 @@ class Pipeline:
             return Drawn([], [], np.zeros(0, np.bool_), [], {})
         logits = self.logits(hidden, [sample.row for sample in samples])
         return self.sampler.sample(logits, samples)
+
+    def score(self, hidden: Tensor, scores: Sequence[ScoreRows]) -> Iterator[tuple[TokenLogprob, ...] | None]:
+        """Give the log-probabilities that each of `scores` asks for, None where a logit is not finite.
+
+        Logits are made for SCORE_BLOCK rows at a time: those of a whole prompt would take gigabytes.
+        """
+        for score in scores:
+            found: list[TokenLogprob] = []
+            for start in range(0, len(score.targets), SCORE_BLOCK):
+                targets = score.targets[start : start + SCORE_BLOCK]
+                first = score.first + start
+                logits = self.logits(hidden, range(first, first + len(targets)))
+                if not finite_rows(logits).all():
+                    break
+                found += token_logprobs(logits, targets, [score.top] * len(targets))
+            yield tuple(found) if len(found) == len(score.targets) else None
 
     def _round(self, rows: int) -> int:
         return -(-rows // self._rows) * self._rows

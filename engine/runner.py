@@ -116,9 +116,12 @@ class Runner:
         verified = self._verifier.wants(plan)
         with torch.inference_mode():
             differing = self._verifier.differing_rows(self.pipeline, plan, hidden) if verified else 0
+            # Not part of `seconds`, from which the scheduler learns its pace: other rows have no such work.
+            scores = list(self.pipeline.score(hidden, plan.scores))
         # Row r belongs to the last sequence that starts at or before it.
         bad = set((np.searchsorted(plan.row_indptr, bad_rows, side="right") - 1).tolist())
         bad.update(plan.sample_sequences[j] for j in np.flatnonzero(~sampled.finite).tolist())
+        bad.update(row.sequence for row, found in zip(plan.scores, scores, strict=True) if found is None)
         self._steps += 1
         self._rows += plan.rows
         self._sampled += len(plan.samples)
@@ -131,6 +134,7 @@ class Runner:
             differing,
             bounds=tuple(sampled.bounds),
             errors=sampled.errors,
+            scores=tuple(found or () for found in scores),
         )
 
 

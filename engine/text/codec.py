@@ -64,9 +64,14 @@ class TextCodec:
     def has_chat_template(self) -> bool:
         return self._chat is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a raw prompt: control tokens as spelled, BOS by the tokenizer's rule and never twice."""
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Ids of a raw prompt: control tokens as spelled, BOS by the tokenizer's rule and never twice.
+
+        Without `add_special` nothing is put around them.
+        """
         ids = _encode(self._tokenizer, text)
+        if not add_special:
+            return ids
         if self._prefix and ids[: len(self._prefix)] == self._prefix:
             return ids + self._suffix
         return self._prefix + ids + self._suffix

@@ -10,8 +10,10 @@ from server.api import chat, completions, models, ops
 from server.api.common import SERVICES, Services
 from server.backend import Backend
 from server.config import ServerConfig
-from server.errors import error_middleware
+from server.cors import Cors
+from server.errors import error_middleware, name_reply
 from server.metrics import Metrics
+from server.tenancy.access import KEYS, access_middleware, open_keys
 from server.workers import Workers
 
 if TYPE_CHECKING:
@@ -28,10 +30,22 @@ def create_app(engine: Engine, codec: TextCodec, config: ServerConfig) -> web.Ap
 
 
 def build_app(backend: Backend, config: ServerConfig) -> web.Application:
-    """Build the application around a backend that may still be loading."""
+    """Build the application around a backend that may still be loading. Raises ConfigError."""
+    keys, cors = open_keys(config), Cors(config.cors_origins) if config.cors_origins else None
     app = web.Application(
-        client_max_size=config.max_body_mb * 1_000_000, middlewares=[error_middleware(config.retry_after)]
+        client_max_size=config.max_body_mb * 1_000_000,
+        middlewares=[
+            error_middleware(config.retry_after),
+            *([cors.middleware] if cors else []),
+            access_middleware(keys),
+        ],
     )
+    app.on_response_prepare.append(name_reply)
+    if cors is not None:
+        app.on_response_prepare.append(cors.on_prepare)
+    if keys is not None:
+        app[KEYS] = keys
+        keys.announce()
     workers = Workers(config.text_threads)
     app[SERVICES] = Services(config=config, backend=backend, metrics=Metrics(backend), workers=workers)
     for prefix in PREFIXES:

@@ -1,4 +1,4 @@
-"""The `headwater` command: serve, models, settings.
+"""The `headwater` command: serve, models, keys, settings.
 
 Exit codes: 0 well, 1 the model or the machine is at fault, 2 a flag or setting is, 130 interrupted.
 Whatever needs torch is imported where it is used, so that --help answers at once.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import getpass
 import os
 import socket
 import sys
@@ -62,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_models(commands.add_parser("models", help="fetch, list or locate models", allow_abbrev=False))
 
+    _add_keys(commands.add_parser("keys", help="make API keys, or hash your own", allow_abbrev=False))
+
     shown = commands.add_parser("settings", help="print the settings in force", allow_abbrev=False)
     shown.add_argument("--markdown", action="store_true", help="print docs/settings.md instead")
     shown.set_defaults(run=_settings)
@@ -96,6 +99,21 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     path.set_defaults(run=_models_path)
 
 
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    account = "whose key it is"
+    new = actions.add_parser(
+        "new", help="print a new key, and its line for the keys file", allow_abbrev=False
+    )
+    new.add_argument("account", metavar="ACCOUNT", help=account)
+    new.set_defaults(run=_keys_new)
+    hashing = actions.add_parser(
+        "hash", help="read a key from stdin, print its line for the keys file", allow_abbrev=False
+    )
+    hashing.add_argument("account", metavar="ACCOUNT", help=account)
+    hashing.set_defaults(run=_keys_hash)
+
+
 def _settings(args: argparse.Namespace) -> int:
     if args.markdown:
         sys.stdout.write(markdown())
@@ -111,6 +129,7 @@ def _serve(args: argparse.Namespace) -> int:
     engine_config = load(EngineConfig, overrides=given)
     server_config = load(ServerConfig, overrides=given)
     _warn_of_strays()
+    _check_access(server_config)
     try:
         _make_present(engine_config.model, server_config)
         return _run(engine_config, server_config)
@@ -118,6 +137,15 @@ def _serve(args: argparse.Namespace) -> int:
         return _fail(f"host {server_config.host!r} can't be resolved: {error.strerror}", 1)
     except OSError as error:
         return _fail(_socket_trouble(error, server_config), 1)
+
+
+def _check_access(config: ServerConfig) -> None:
+    """Raise ConfigError for keys or origins that would stop the start, before a model is fetched."""
+    from server.cors import Cors
+    from server.tenancy.access import open_keys
+
+    open_keys(config)
+    Cors(config.cors_origins)
 
 
 def _run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -168,6 +196,26 @@ def _models_path(args: argparse.Namespace) -> int:
     from engine.models.store import resolve
 
     print(resolve(_model(args)).path)
+    return 0
+
+
+def _keys_new(args: argparse.Namespace) -> int:
+    from server.tenancy.keys import entry_line, new_key
+
+    key = new_key()
+    line = entry_line(key, args.account)
+    _tell("the key, for the client; it can't be shown again:")
+    print(key, flush=True)
+    _tell("the line to add to the keys file (HEADWATER_API_KEYS_FILE), then send SIGHUP:")
+    print(line)
+    return 0
+
+
+def _keys_hash(args: argparse.Namespace) -> int:
+    from server.tenancy.keys import entry_line
+
+    key = getpass.getpass("key: ") if sys.stdin.isatty() else sys.stdin.readline()
+    print(entry_line(key.strip(), args.account))
     return 0
 
 

@@ -21,8 +21,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     mode: Annotated[
         Literal["dedicated", "serverless"],
-        Meta(description="dedicated: one shared cache; serverless needs API keys, which don't exist yet"),
+        Meta(description="dedicated: one shared cache; serverless: a cache for each account, needs API keys"),
     ] = "dedicated"
+    api_keys_file: Annotated[
+        str,
+        Meta(description="File of the API keys that are let in, read again on SIGHUP; empty lets all in"),
+    ] = ""
+    cors_origins: Annotated[
+        str,
+        Meta(description="Origins whose web pages may use the server, comma separated; * for all"),
+    ] = ""
     headers_after: Annotated[
         float,
         Meta(

@@ -8,18 +8,19 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from aiohttp import web
 
-from engine import ConfigError, Engine, EngineConfig, EngineInfo, TextCodec
+from engine import Engine, EngineConfig, EngineInfo, TextCodec
 from engine.models.store import resolve
 from server.app import build_app
 from server.backend import Backend
 from server.config import ServerConfig
 from server.protocol import make_runner
+from server.tenancy.access import KEYS
 
 log = logging.getLogger("headwater.server")
 
@@ -37,19 +38,17 @@ class End(NamedTuple):
 async def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until a signal or a failure ends it; return the exit code.
 
-    The first SIGINT or SIGTERM drains, the second cancels. Raises ConfigError, ModelError, and OSError
-    when it can't listen, which is found out before the model is loaded.
+    The first SIGINT or SIGTERM drains, the second cancels; SIGHUP reads the API keys again. Raises
+    ConfigError, ModelError, and OSError when it can't listen; all but ModelError are found out before the
+    model is loaded.
     """
-    if server_config.mode == "serverless":
-        raise ConfigError(
-            "HEADWATER_MODE=serverless is not allowed yet: it needs API keys, which this version doesn't "
-            "have; give dedicated"
-        )
     set_up_logging(server_config.log_level)
-    sockets = bind(server_config.host, server_config.port)
     backend = Backend()
-    runner = make_runner(build_app(backend, server_config), server_config)
-    with Signals() as signals:
+    app = build_app(backend, server_config)
+    sockets = bind(server_config.host, server_config.port)
+    runner = make_runner(app, server_config)
+    keys = app.get(KEYS)
+    with Signals(hang_up=keys.reload if keys else None) as signals:
         try:
             await runner.setup()
             for sock in sockets:
@@ -98,23 +97,29 @@ def set_up_logging(level: str) -> None:
 
 
 class Signals:
-    """Counts SIGINT and SIGTERM while it is entered, instead of dying of them."""
+    """Counts SIGINT and SIGTERM while it is entered, instead of dying of them; SIGHUP calls `hang_up`.
 
-    def __init__(self) -> None:
+    Without `hang_up` a SIGHUP ends the process as usual, for example when its terminal closes.
+    """
+
+    def __init__(self, *, hang_up: Callable[[], None] | None = None) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self._calls = {signal.SIGINT: self._count, signal.SIGTERM: self._count}
+        if hang_up is not None:
+            self._calls[signal.SIGHUP] = hang_up
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._count)
+        for number, call in self._calls.items():
+            loop.add_signal_handler(number, call)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self._calls:
             loop.remove_signal_handler(number)
 
     def _count(self) -> None:

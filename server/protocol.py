@@ -9,10 +9,11 @@ from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from aiohttp.web_protocol import RequestHandler
 
 from server.config import ServerConfig
-from server.errors import INVALID, SERVER, ApiError
+from server.errors import INVALID, REQUEST_ID, SERVER, ApiError, request_id_from, to_api_error
 from server.schema.strict import SHOWN_CHARS
 
 log = logging.getLogger("headwater.server")
@@ -62,6 +63,7 @@ class ApiProtocol(RequestHandler):
         detail = _detail(message) if message and status < 500 else HTTPStatus(status).phrase
         error = ApiError(status, detail, kind=INVALID if status < 500 else SERVER, code="bad_http")
         response = error.response()
+        response.headers["x-request-id"] = request_id_from(None)
         response.force_close()
         return response
 
@@ -74,6 +76,18 @@ def _detail(message: str) -> str:
     # The parser's first line, without the bytes of the request that it quotes as Python writes them.
     what = _QUOTED.split("".join(message.splitlines()[:1]), maxsplit=1)[0].strip(" :")
     return f"The request is not valid HTTP: {what[:SHOWN_CHARS]}"
+
+
+def _refusing(handler: Handler, retry_after: int) -> Handler:
+    # An Expect header that aiohttp doesn't know is refused before any middleware runs.
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPExpectationFailed as exc:
+            request[REQUEST_ID] = request_id_from(request.headers.get("x-request-id"))
+            return to_api_error(exc, retry_after=retry_after).response(request.path, request[REQUEST_ID])
+
+    return handle
 
 
 class ApiServer(web.Server):
@@ -113,7 +127,7 @@ class ApiRunner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         plain = await super()._make_server()
         return ApiServer(
-            plain.request_handler,
+            _refusing(plain.request_handler, self._config.retry_after),
             request_factory=plain.request_factory,
             handler_cancellation=plain.handler_cancellation,
             loop=asyncio.get_running_loop(),

@@ -300,8 +300,9 @@ class Engine:
             raise RequestError("max_tokens must be 0 or more", param="max_tokens")
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", [token for token, _ in params.logit_bias])
-        if request.prompt_logprobs_from < 0:
-            raise RequestError("prompt_logprobs_from must be 0 or more", param="prompt_logprobs_from")
+        for field in ("cache_max_len", "prompt_logprobs", "prompt_logprobs_from"):
+            if (getattr(request, field) or 0) < 0:
+                raise RequestError(f"{field} must be 0 or more", param=field)
         room = context - len(prompt)
         if params.max_tokens > room:
             params = msgspec.structs.replace(params, max_tokens=room)

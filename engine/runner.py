@@ -115,9 +115,10 @@ class Runner:
         seconds = time.perf_counter() - started
         verified = self._verifier.wants(plan)
         with torch.inference_mode():
-            differing = self._verifier.differing_rows(self.pipeline, plan, hidden) if verified else 0
             # Not part of `seconds`, from which the scheduler learns its pace: other rows have no such work.
+            # Before the step is verified: then its hidden rows may be written over.
             scores = list(self.pipeline.score(hidden, plan.scores))
+            differing = self._verifier.differing_rows(self.pipeline, plan, hidden) if verified else 0
         # Row r belongs to the last sequence that starts at or before it.
         bad = set((np.searchsorted(plan.row_indptr, bad_rows, side="right") - 1).tolist())
         bad.update(plan.sample_sequences[j] for j in np.flatnonzero(~sampled.finite).tolist())

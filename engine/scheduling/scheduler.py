@@ -26,7 +26,7 @@ from engine.scheduling.cascade import CascadePlanner
 from engine.scheduling.counters import Counters
 from engine.scheduling.limits import Limits
 from engine.scheduling.policy import StepBudget
-from engine.scheduling.sequence import Sequence, State
+from engine.scheduling.sequence import Sequence, State, own_rank
 from engine.scheduling.tables import PageTables
 from engine.types import CacheReceipt, Delta, EngineRequest, FinishReason, TokenLogprob
 
@@ -34,7 +34,7 @@ LEARNING_RATE = 0.1
 """Weight of the last step in the estimate of the machine's pace."""
 
 SCORED_ROWS = 128
-"""Most rows of a chunk whose logits are all wanted: each takes the head as well."""
+"""Most rows of a chunk whose logits are wanted: each takes the head as well."""
 
 
 class Event(NamedTuple):
@@ -177,7 +177,7 @@ class Scheduler:
         for seq in [s for s in self._running if s.prefilling]:
             if seq.state is not State.RUNNING:
                 continue
-            rows = budget.chunk(seq.computed, _most_rows(seq, seq.remaining))
+            rows = budget.chunk(seq.computed, _most_rows(seq, seq.computed))
             if rows == 0:
                 return
             if self._make_room(seq, seq.computed + rows, chunks):
@@ -211,6 +211,7 @@ class Scheduler:
         self.tables.release(seq)
         self._running.remove(seq)
         seq.state = State.WAITING
+        seq.rank = own_rank(seq)
         insort(self._waiting, seq, key=_rank)
         self._reclaim_tails()
 
@@ -228,11 +229,13 @@ class Scheduler:
             match = self.tree.match(seq.namespace, seq.tokens, seq.match_limit())
             if self._park(seq, match.length):
                 continue
-            rows = budget.chunk(match.length, _most_rows(seq, len(seq.tokens) - match.length))
+            rows = budget.chunk(match.length, _most_rows(seq, match.length))
             fitting = self._fitting(seq, match)
             if rows == 0 or fitting is None:
                 break
-            rows = min(_most_rows(seq, rows + match.length - fitting.length), budget.rows_left)
+            rows = min(
+                rows + match.length - fitting.length, _most_rows(seq, fitting.length), budget.rows_left
+            )
             admitted.append(seq)
             chunks[seq] = self._admit(seq, fitting, rows)
             budget.add_chunk(seq.computed, rows)
@@ -255,7 +258,7 @@ class Scheduler:
         behind.
         """
         limit = seq.match_limit()
-        best = matched
+        best, found = matched, None
         for owner in self._running:
             if not owner.prefilling or owner.namespace != seq.namespace:
                 continue
@@ -263,9 +266,14 @@ class Scheduler:
                 continue
             shared = common_prefix(owner.tokens, seq.tokens, 0, min(limit, owner.target))
             if shared > best and shared - matched > matched - owner.computed:
-                best = shared
-                seq.waits_for = (owner, shared)
-        return best > matched
+                best, found = shared, owner
+        if found is None:
+            return False
+        seq.waits_for = (found, best)
+        # Else a request that is less urgent than this one, and more than the owner, would hold up both.
+        found.rank = min(found.rank, (seq.rank[0], found.id))
+        self._running.sort(key=_rank)
+        return True
 
     def _fitting(self, seq: Sequence, match: Match) -> Match | None:
         """The match if there is room for the whole of `seq` now, else None.
@@ -284,26 +292,19 @@ class Scheduler:
 
     def _admit(self, seq: Sequence, match: Match, rows: int) -> Chunk:
         copy = None
+        if seq.receipt is None:
+            stored = self.tree.match(seq.namespace, seq.request.prompt, seq.prompt_len).length
+            seq.receipt = CacheReceipt(seq.prompt_len, match.length, seq.prompt_len - stored)
+            self.counters.admitted(seq.receipt)
         if (attached := self.tables.attach(seq, match)) is not None:
             copy, source = attached
             self._copy_sources.append(source)
             self.counters.copied_rows += copy.rows
         seq.state = State.RUNNING
         seq.target = len(seq.tokens)
-        if seq.receipt is None:
-            seq.receipt = CacheReceipt(
-                seq.prompt_len, match.length, seq.prompt_len - self._stored(seq, match)
-            )
-            self.counters.admitted(seq.receipt)
         insort(self._running, seq, key=_rank)
         self.tables.grow(seq, seq.computed + rows)
         return Chunk(seq, rows, copy)
-
-    def _stored(self, seq: Sequence, match: Match) -> int:
-        """Tokens of the prompt that the cache holds, whether or not the request may use them."""
-        if match.length < min(seq.match_limit(), seq.prompt_len):
-            return match.length
-        return self.tree.match(seq.namespace, seq.request.prompt, seq.prompt_len).length
 
     # -- after the step --------------------------------------------------------------------------
 
@@ -358,6 +359,9 @@ class Scheduler:
         self.counters.recomputed_rows += max(0, min(seq.high_water, seq.computed + rows) - seq.computed)
         seq.computed += rows
         seq.high_water = max(seq.high_water, seq.computed)
+        if was_prefill and not seq.prefilling and seq.rank != own_rank(seq):
+            seq.rank = own_rank(seq)  # nobody waits for its rows any more
+            self._running.sort(key=_rank)
         if was_prefill or seq.computed % self.pool.page_size == 0:
             self.tables.publish(seq, tail=was_prefill)
 
@@ -477,6 +481,8 @@ def _rank(seq: Sequence) -> tuple[int, int]:
     return seq.rank
 
 
-def _most_rows(seq: Sequence, rows: int) -> int:
-    """Rows that a chunk of `seq` may have at most."""
-    return rows if seq.next_score is None else min(rows, SCORED_ROWS)
+def _most_rows(seq: Sequence, start: int) -> int:
+    """Rows that a chunk of `seq` from token `start` on may have at most."""
+    rows = len(seq.tokens) - start
+    score = seq.next_score
+    return rows if score is None else min(rows, score - 1 - start + SCORED_ROWS)

@@ -32,7 +32,8 @@ class Sequence:
     the pages of all tokens up to the chunk in flight: pages [0, shared) stand in the tree on the path that
     ends at `node`, which is pinned; the rest are this sequence's own, the first of them named by `tail` when
     its rows have been published. `target` is the end of the prefill it was admitted for. `rank` orders
-    sequences: who comes first is served first and loses its place last. `scored` are the prompt's
+    sequences: who comes first is served first and loses its place last; while more urgent ones wait for its
+    prefill it is as urgent as they are. `scored` are the prompt's
     log-probabilities so far, `bound` is mirostat's.
     """
 
@@ -75,7 +76,7 @@ class Sequence:
         self.receipt: CacheReceipt | None = None
         self.waits_for: tuple[Sequence, int] | None = None
         self.ending: FinishReason | None = None
-        self.rank = (-request.priority, id)
+        self.rank = own_rank(self)
         self.bound: float | None = None
         # Nothing predicts a prompt's first token.
         starts = request.prompt_logprobs is not None and request.prompt_logprobs_from == 0
@@ -124,3 +125,8 @@ class Sequence:
 
     def __repr__(self) -> str:
         return f"<Sequence {self.id} {self.state.value} {self.computed}/{len(self.tokens)}>"
+
+
+def own_rank(seq: Sequence) -> tuple[int, int]:
+    """Its place by priority and arrival."""
+    return -seq.request.priority, seq.id

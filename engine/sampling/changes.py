@@ -1,0 +1,100 @@
+"""What a request changes about its logits before a token is chosen: bias, penalties, forbidden tokens.
+
+All of it concerns one row alone and is computed for one row at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import ConstraintFailed
+from engine.plan import SampleRow, needs_tokens
+from engine.sampling.ranking import Float32, Float64, Ids
+from engine.types import Constraint
+
+logger = logging.getLogger(__name__)
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def wants_changes(sample: SampleRow) -> bool:
+    """Whether anything here concerns the sample."""
+    params = sample.params
+    return (
+        sample.constraint is not None
+        or bool(params.logit_bias)
+        or sample.position < params.min_tokens
+        or needs_tokens(params)
+    )
+
+
+def changed(logits: Float32, sample: SampleRow) -> Float32:
+    """The row with bias and penalties (see SamplingParams): finite like `logits` (fp32 [V]), which stay."""
+    params = sample.params
+    if not params.logit_bias and not needs_tokens(params):
+        return logits
+    row = logits.copy()
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        np.add.at(row, np.array(ids), np.array(biases, np.float32))
+    generated = np.array(sample.generated, np.int64)
+    if params.repetition_penalty != 1.0:
+        seen = np.zeros(len(row), np.bool_)
+        seen[np.array(sample.prompt, np.int64)] = True
+        seen[generated] = True
+        _repeat_less(row, np.flatnonzero(seen), params.repetition_penalty)
+    if (params.frequency_penalty or params.presence_penalty) and len(generated):
+        tokens, counts = np.unique(generated, return_counts=True)
+        _put(row, tokens, row[tokens] - (params.frequency_penalty * counts + params.presence_penalty))
+    return row
+
+
+def allowed(sample: SampleRow, vocab_size: int) -> Ids | None:
+    """Ids that may be chosen, ascending and at least one, or None where all may.
+
+    Where a grammar allows nothing but stop tokens, min_tokens gives way: the grammar has come to its end.
+    Raises ConstraintFailed where no token is left.
+    """
+    params, constraint = sample.params, sample.constraint
+    early = sample.position < params.min_tokens and not params.ignore_eos
+    stops = list(params.stop_token_ids) if early else []
+    if constraint is None and not stops:
+        return None
+    free = np.ones(vocab_size, np.bool_) if constraint is None else _mask(constraint, sample, vocab_size)
+    ids = np.flatnonzero(free)
+    if stops:
+        free[stops] = False
+        going_on = np.flatnonzero(free)
+        if len(going_on) or constraint is None:
+            ids = going_on
+    if not len(ids):
+        raise ConstraintFailed("no token may follow what was generated")
+    return None if len(ids) == vocab_size else ids
+
+
+def _mask(constraint: Constraint, sample: SampleRow, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """The constraint's mask as bool [vocab_size]; what it does not name is forbidden."""
+    try:
+        bits = np.frombuffer(constraint.mask(sample.generated), np.uint8)
+    except ConstraintFailed:
+        raise
+    except Exception as error:  # whatever a grammar runs into is its own sequence's affair
+        logger.exception("a constraint failed")
+        raise ConstraintFailed(f"the grammar failed: {error}") from error
+    return np.unpackbits(bits, count=vocab_size, bitorder="little").view(np.bool_)
+
+
+def _repeat_less(row: Float32, ids: Ids, penalty: float) -> None:
+    values = row[ids].astype(np.float64)
+    values[values < 0.0] *= penalty
+    # A penalty of 0 sends every positive logit to the top.
+    with np.errstate(divide="ignore", over="ignore"):
+        np.divide(values, penalty, out=values, where=values > 0.0)
+    _put(row, ids, values)
+
+
+def _put(row: Float32, ids: Ids, values: Float64) -> None:
+    row[ids] = np.clip(values, -_LARGEST, _LARGEST)

@@ -54,6 +54,9 @@ class ApiProtocol(RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Answer what never became a request (a broken or huge head) in the same shape as the rest."""
+        if isinstance(exc, ConnectionError):
+            # The client is gone, or has part of an answer already: the connection ends, and that is all.
+            raise exc
         if status < 500:
             log.debug("bad request from %s: %s", request.remote, message)
         else:

@@ -67,9 +67,10 @@ def _presented(http: web.Request) -> str:
         found.add(key.strip())
     if (key_alone := _single(http, "x-api-key")) is not None:
         found.add(key_alone)
+    found.discard("")
     if len(found) > 1:
         raise _refusal("The headers Authorization and x-api-key hold different API keys: send one")
-    if not any(found):
+    if not found:
         raise _refusal("There is no API key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
     return found.pop()
 

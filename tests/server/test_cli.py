@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import socket
@@ -15,6 +16,7 @@ from engine.config import Setting, settings
 from server import __version__
 from server.cli import main
 from server.settings import OTHER_VARIABLES, STRUCTS, all_settings, markdown, show, unknown_variables
+from server.tenancy.keys import Keys
 
 ROOT = Path(__file__).resolve().parents[2]
 JUDGED = [s for s in all_settings() if s.allowed != "any text"]
@@ -59,7 +61,9 @@ def test_engine_and_server_have_no_setting_in_common() -> None:
     assert not set(names[0]) & set(names[1])
 
 
-@pytest.mark.parametrize("arguments", ["--help", "serve --help", "settings", "settings --markdown"])
+@pytest.mark.parametrize(
+    "arguments", ["--help", "serve --help", "settings", "settings --markdown", "keys new acme"]
+)
 def test_answers_without_loading_torch(arguments: str) -> None:
     code = (
         "import sys\nfrom server.cli import main\n"
@@ -133,6 +137,68 @@ def test_settings_prints_what_would_be_used(
 def test_the_settings_page_is_up_to_date() -> None:
     """Regenerate with: headwater settings --markdown > docs/settings.md."""
     assert (ROOT / "docs" / "settings.md").read_text() == markdown()
+
+
+def test_a_new_key_comes_with_the_line_that_lets_it_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("keys new acme") == 0
+    told = capsys.readouterr()
+    key, line = told.out.splitlines()
+    (tmp_path / "keys").write_text(line)
+    assert Keys(str(tmp_path / "keys")).account(key) == "acme"
+    assert key not in told.err
+    assert "HEADWATER_API_KEYS_FILE" in told.err
+    assert exit_code("keys new acme") == 0
+    assert key not in capsys.readouterr().out
+
+
+def test_a_key_of_ones_own_is_hashed_from_stdin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("my-own-key-of-forty-characters-and-more!\n"))
+    assert exit_code("keys hash acme") == 0
+    (tmp_path / "keys").write_text(capsys.readouterr().out)
+    keys = Keys(str(tmp_path / "keys"))
+    assert keys.account("my-own-key-of-forty-characters-and-more!") == "acme"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin"),
+    [("keys new 'two words'", ""), ("keys hash acme", "too-short\n"), ("keys hash acme", "")],
+)
+def test_no_line_is_printed_for_a_bad_account_or_a_weak_key(
+    arguments: str, stdin: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    assert exit_code(arguments) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert "too-short" not in told.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--mode serverless", "HEADWATER_API_KEYS_FILE"),
+        ("--api-keys-file /nonesuch/keys", "'/nonesuch/keys' can't be read: No such file or directory"),
+        ("--cors-origins example.com", "HEADWATER_CORS_ORIGINS: 'example.com' is not allowed"),
+    ],
+)
+def test_what_is_wrong_at_the_door_is_told_before_anything_is_fetched(
+    flags: str,
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HEADWATER_CACHE_DIR", str(tmp_path))
+    assert exit_code(f"serve {flags}") == 2
+    told = capsys.readouterr().err
+    assert named in told
+    assert told.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_model_is_told_in_one_line() -> None:

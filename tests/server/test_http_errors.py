@@ -64,6 +64,18 @@ async def test_unknown_paths_and_methods_answer_in_the_error_shape():
         assert client.engine.submitted == []
 
 
+async def test_an_expectation_that_nobody_knows_is_refused_in_the_error_shape():
+    async with running(FakeEngine()) as client:
+        for path in (b"/v1/completions", b"/v1/messages"):
+            head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: tea\r\n"
+            answer = await raw(client, head + b"Content-Length: 0\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 417 ")
+            assert b"\r\nx-request-id: req-" in answer
+            body = json.loads(answer.partition(b"\r\n\r\n")[2])
+            assert body["error"]["type"] == "invalid_request_error"
+            assert (body.get("type") == "error") == (path == b"/v1/messages")
+
+
 @pytest.mark.parametrize(
     "head",
     [
@@ -82,6 +94,7 @@ async def test_broken_or_huge_heads_are_refused_early(head):
         assert re.match(rb"HTTP/1\.[01] 400 ", answer)
         error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
         assert error["code"] == "bad_http"
+        assert b"\r\nx-request-id: req-" in answer
         assert error["message"].startswith("The request is not valid HTTP: ")
         assert len(error["message"]) < 150
         for python in ("b'", 'b"', "bytearray"):

@@ -15,6 +15,7 @@ from aiohttp import ClientSession
 from engine import ConfigError, EngineConfig, ModelError
 from server import lifecycle
 from server.config import ServerConfig
+from server.tenancy.keys import entry_line, new_key
 from tests.server.fakes import MODEL, Client, FakeEngine, byte_codec, chat_body, until
 
 
@@ -187,9 +188,66 @@ async def test_a_failed_engine_ends_the_process_with_its_reason_last(life, caplo
     assert "out of memory" in own[-1].getMessage()
 
 
-async def test_serverless_is_refused_until_there_are_keys():
-    with pytest.raises(ConfigError, match="API keys"):
-        await lifecycle.serve(EngineConfig(), ServerConfig(port=0, mode="serverless"))
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"mode": "serverless"}, "HEADWATER_API_KEYS_FILE"),
+        ({"api_keys_file": "/nonesuch/keys"}, "'/nonesuch/keys'"),
+        ({"cors_origins": "example.com"}, "HEADWATER_CORS_ORIGINS"),
+    ],
+)
+async def test_what_is_wrong_at_the_door_stops_the_start_before_anything_listens(
+    monkeypatch, settings, named
+):
+    bound = []
+    monkeypatch.setattr(lifecycle, "bind", lambda *address: bound.append(address))
+    with pytest.raises(ConfigError, match=named):
+        await lifecycle.serve(EngineConfig(), ServerConfig(port=0, **settings))
+    assert bound == []
+
+
+async def test_a_hang_up_reads_the_keys_again(life, tmp_path, caplog):
+    """Removed keys stop working at once, running requests go on, a broken file changes nothing."""
+    caplog.set_level(logging.INFO)
+    path, old, new = tmp_path / "keys", new_key(), new_key()
+    path.write_text(entry_line(old, "acme"))
+    path.chmod(0o600)
+
+    async def status_for(client, key):
+        body = {"model": MODEL, "prompt": "a"}
+        return (await client.post("/v1/completions", body, authorization=f"Bearer {key}"))[0]
+
+    async def hang_up(said):
+        caplog.clear()
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: said in caplog.text)
+
+    async with life(ServerConfig(port=0, api_keys_file=str(path))) as client:
+        await ready(client)
+        assert (await status_for(client, old), await status_for(client, new)) == (200, 401)
+        client.engine.gate.clear()
+        running = asyncio.create_task(status_for(client, old))
+        await until(lambda: bool(client.engine.live))
+        path.write_text(entry_line(new, "acme"))
+        await hang_up("API keys: 1 of 1 accounts")
+        assert await status_for(client, old) == 401
+        client.engine.gate.set()
+        assert await running == 200
+        path.write_text("nonsense\n" + entry_line(old, "acme"))
+        await hang_up("the API keys from before stay in force")
+        assert [r.levelname for r in caplog.records] == ["ERROR"]
+        assert "line 1" in caplog.text
+        assert (await status_for(client, old), await status_for(client, new)) == (401, 200)
+        assert client.engine.ready
+
+
+async def test_without_keys_a_hang_up_ends_the_process_as_usual():
+    """So a server whose terminal closes does not live on unseen."""
+    with lifecycle.Signals():
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    with lifecycle.Signals(hang_up=lambda: None):
+        assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
 async def test_a_missing_model_is_said_before_the_end(tmp_path):

@@ -11,12 +11,11 @@ from engine import RequestError
 from server.schema.anthropic import Conversation, MessagesRequest
 from server.schema.anthropic_parts import (
     Block,
-    JsonSchemaFormat,
     MessageTurn,
-    OutputConfig,
     TextBlock,
     ThinkingBlock,
     ThinkingDisabled,
+    ThinkingEnabled,
     ToolChoiceAny,
     ToolChoiceAuto,
     ToolChoiceNone,
@@ -32,7 +31,6 @@ ERROR_MARK = "Error: "
 
 def to_chat(request: MessagesRequest) -> ChatRequest:
     """Say a request in the form that chats have. Raises RequestError."""
-    output = request.output_config or OutputConfig()
     user_id = request.metadata.user_id if request.metadata is not None else None
     return ChatRequest(
         **_conversation(request),
@@ -43,7 +41,6 @@ def to_chat(request: MessagesRequest) -> ChatRequest:
         top_p=request.top_p,
         top_k=request.top_k,
         service_tier="priority" if request.service_tier == "priority" else None,
-        response_format=_response_format(output.format or request.output_format),
         user=request.user if request.user is not None else user_id,
         prompt_cache_key=request.prompt_cache_key,
         prompt_cache_isolation_key=request.prompt_cache_isolation_key,
@@ -67,6 +64,7 @@ def _conversation(request: Conversation) -> dict[str, Any]:
         "model": request.model,
         "messages": _turns(request),
         "continue_final_message": True if continued else None,
+        "response_format": _response_format(request),
     }
     return fields | _tools(request) | _thinking(request)
 
@@ -188,10 +186,15 @@ def _thinking(request: Conversation) -> dict[str, Any]:
         return {"thinking": Thinking(type="disabled")}
     if request.output_config is not None and request.output_config.effort is not None:
         return {"reasoning_effort": request.output_config.effort}
-    return {} if thinking is None else {"thinking": Thinking(type="enabled")}
+    if thinking is None:
+        return {}
+    return {"thinking": Thinking(type="enabled" if isinstance(thinking, ThinkingEnabled) else "adaptive")}
 
 
-def _response_format(wanted: JsonSchemaFormat | None) -> ResponseFormat | None:
+def _response_format(request: Conversation) -> ResponseFormat | None:
+    wanted = request.output_config.format if request.output_config is not None else None
+    if isinstance(request, MessagesRequest):
+        wanted = wanted or request.output_format
     if wanted is None:
         return None
     return ResponseFormat(

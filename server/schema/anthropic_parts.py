@@ -168,7 +168,7 @@ Display = Annotated[
 
 
 class ThinkingEnabled(Closed, frozen=True, kw_only=True, tag_field="type", tag="enabled"):
-    """The model is to think, if it can."""
+    """The model is to think; refused where it can't."""
 
     budget_tokens: Annotated[
         int, Meta(ge=1, description="Accepted and ignored: 'max_tokens' alone bounds thinking and reply")

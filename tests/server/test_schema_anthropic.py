@@ -157,7 +157,7 @@ def test_tools_and_choices_are_a_chats_own():
 def test_thinking_and_effort_become_one_wish():
     assert chat().thinking is None
     assert chat(thinking={"type": "enabled", "budget_tokens": 2000}).thinking.type == "enabled"
-    assert chat(thinking={"type": "adaptive"}).thinking.type == "enabled"
+    assert chat(thinking={"type": "adaptive"}).thinking.type == "adaptive"
     off = chat(thinking={"type": "disabled"}, output_config={"effort": "low"})
     assert (off.thinking.type, off.reasoning_effort) == ("disabled", None)
     on = chat(thinking={"type": "adaptive"}, output_config={"effort": "low"})

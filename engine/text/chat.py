@@ -9,7 +9,7 @@ from engine.errors import RequestError
 from engine.text.guard import Guard, Placeholders, characters
 from engine.text.messages import normalise
 from engine.text.template import ChatTemplate, TemplateError
-from engine.text.tools import describe_tools, merge_system, spell_out_calls
+from engine.text.tools import describe_tools, merge_system, shorten_ids, spell_out_calls
 
 Messages = list[dict[str, Any]]
 
@@ -70,11 +70,13 @@ class ChatRenderer:
     ) -> Rendered:
         if reserved := sorted(self._template.reserved & extra.keys()):
             raise RequestError(f"{reserved[0]!r} belongs to the chat template", param="chat_template_kwargs")
-        conversation, described = self._shape(normalise(messages), _tools(tools))
+        conversation = normalise(messages)
         if continue_final_message and not _continues(conversation):
             raise RequestError(
-                "the message to continue must be the assistant's, with content", param="messages"
+                "the message to continue must be the assistant's, with content and without tool_calls",
+                param="messages",
             )
+        conversation, described = self._shape(conversation, _tools(tools))
         hidden: Placeholders | None = None
         users = [conversation, described, extra]
         if continue_final_message or self._guard.needs_hiding(users):
@@ -107,6 +109,12 @@ class ChatRenderer:
             conversation = spell_out_calls(conversation)
             conversation = describe_tools(conversation, tools) if tools else conversation
             tools = None
+        elif not template.takes_any_id:
+            conversation = shorten_ids(conversation)
+        if template.wants_null_content:
+            conversation = [
+                {**m, "content": m["content"] or None} if "tool_calls" in m else m for m in conversation
+            ]
         return (conversation if template.takes_system else merge_system(conversation)), tools
 
 
@@ -118,4 +126,5 @@ def _tools(tools: Sequence[Any] | None) -> Messages | None:
 
 
 def _continues(conversation: Messages) -> bool:
-    return conversation[-1]["role"] == "assistant" and bool(conversation[-1]["content"])
+    last = conversation[-1]
+    return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last

@@ -12,14 +12,18 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from engine.errors import ModelError, RequestError
+from engine.text import call_formats, replies, reply_reasoning, template_options
 from engine.text.chat import ChatRenderer
 from engine.text.detokenizer import Detokenizer, decode
 from engine.text.gguf_tokenizer import load_gguf
+from engine.text.grammars import Grammars, TokenTable
 from engine.text.guard import Guard, Placeholders
 from engine.text.hf_folder import load_folder
 from engine.text.parts import TokenizerParts
 from engine.text.template import ChatTemplate
 from engine.text.vocabulary import Vocabulary
+
+_TURN_TOKENS = 2000  # of a prompt's end, among which the beginning of its last turn is looked for
 
 
 class TextCodec:
@@ -27,7 +31,8 @@ class TextCodec:
 
     `vocab_size` counts token ids. `bos_id` is None where the model has no BOS. `eos_ids` are all ids
     that end a reply: of every file, and the token that the chat template writes after one.
-    `generation_defaults` may hold temperature, top_p, top_k and min_p.
+    `generation_defaults` may hold temperature, top_p, top_k and min_p. `call_format` is how the model writes
+    calls of tools, HERMES where its template knows no tools.
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
@@ -45,10 +50,14 @@ class TextCodec:
         special_ids = frozenset(self._specials.values())
         self._vocabulary = Vocabulary(parts.tokenizer, special_ids, self.eos_ids)
         self._chat = ChatRenderer(template, Guard(self._specials)) if template else None
+        self._template = template
+        self.call_format = call_formats.detect(template, frozenset(self._specials))
+        self._thinking = reply_reasoning.detect(template)
         self._markers = _marker_pattern(parts.tokenizer, self._specials)
         self._plain = copy.deepcopy(parts.tokenizer)
         self._plain.encode_special_tokens = True
         self._plain_inside = _inside(self._plain)
+        self._grammars = Grammars(self._token_table)
 
     @classmethod
     def load(cls, path: Path) -> TextCodec:
@@ -63,6 +72,11 @@ class TextCodec:
     @property
     def has_chat_template(self) -> bool:
         return self._chat is not None
+
+    @property
+    def grammars(self) -> Grammars:
+        """Compiles what a reply must be: see Grammars.compile."""
+        return self._grammars
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of a raw prompt: control tokens as spelled, BOS by the tokenizer's rule and never twice.
@@ -129,9 +143,55 @@ class TextCodec:
         """The text of a whole sequence of ids."""
         return decode(self._vocabulary, ids, skip_special=skip_special)
 
-    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
-        """A new incremental decoder for a reply to `prompt_ids`."""
-        return Detokenizer(self._vocabulary, prompt_ids)
+    def detokenizer(self, prompt_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()) -> Detokenizer:
+        """A new incremental decoder for a reply to `prompt_ids`; control tokens in `shown` give text too."""
+        return Detokenizer(self._vocabulary, prompt_ids, shown)
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the model's template knows thinking."""
+        return self._thinking is not None
+
+    def reply_parser(self, *, tools: bool, reasoning: bool = True, opened: str = "") -> replies.ReplyParser:
+        """A new parser for a reply: calls where the request has tools, `reasoning` where it is split off.
+
+        `opened` is what the prompt's end has begun already (see `opened_by`). The parser needs the text of a
+        detokenizer that shows `reply_markers`.
+        """
+        thinking = self._thinking if reasoning else None
+        return replies.make_parser(self.call_format, thinking, tools=tools, opened=opened)
+
+    def reply_markers(self, *, tools: bool) -> frozenset[int]:
+        """Ids of the control tokens that a reply's parser must see as text."""
+        spelled = replies.markers(self.call_format, self._thinking, tools=tools)
+        return frozenset(self._specials[text] for text in spelled if text in self._specials)
+
+    def opened_by(self, prompt_ids: Sequence[int]) -> str:
+        """What a prompt's end has begun of the reply's reasoning: "" or text from its last marker on.
+
+        Only the prompt's last turn counts, of whatever a user may have written before.
+        """
+        if self._thinking is None:
+            return ""
+        own = {self._specials.get(text) for text in self._thinking[:2]}
+        end = prompt_ids[-_TURN_TOKENS:]
+        start = next(
+            (at for at in range(len(end), 0, -1) if self.is_control(end[at - 1]) and end[at - 1] not in own),
+            0,
+        )
+        text = self.decode(end[start:], skip_special=False)
+        return reply_reasoning.last_marker(self._thinking, text, whole_turn=start > 0)
+
+    def thinking_options(self, effort: str | bool | int) -> dict[str, Any] | None:
+        """Template variables that ask for an effort of reasoning, or None where this model can't be asked.
+
+        `effort` is "none", "low", "medium", "high" or the like, whether to think, or a budget in tokens.
+        """
+        return template_options.thinking_options(self._template, effort)
+
+    def check_template_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a request's options for the template as `extra` for it. Raises RequestError naming one."""
+        return template_options.check_template_options(self._template, options)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; a control token's are its spelling."""
@@ -144,6 +204,15 @@ class TextCodec:
     def is_control(self, token_id: int) -> bool:
         """Whether the id is a control token, which plain text never gives."""
         return token_id in self._vocabulary.special_ids
+
+    def _token_table(self) -> TokenTable:
+        return TokenTable(
+            tokens=[self._vocabulary.bytes_of(i) for i in range(self.vocab_size)],
+            special_ids=sorted(self._vocabulary.special_ids),
+            control_tokens=self._specials,
+            eos_ids=self.eos_ids,
+            encode=lambda text: self._encode_plain(self._plain_inside, text),
+        )
 
     def _renderer(self) -> ChatRenderer:
         if self._chat is None:

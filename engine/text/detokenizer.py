@@ -14,13 +14,17 @@ class Detokenizer:
     """Incremental decoder of one reply: O(new tokens), and never half a character.
 
     The joined results of `push` and `flush` are the text of all pushed ids. Control tokens and end
-    tokens give nothing. Bytes that are no UTF-8 become U+FFFD once they can no longer become a
-    character. `prompt_ids` is what stands before the reply: if it ends inside a character, that
-    character appears once, when the reply completes it, and nothing else of the prompt ever does.
+    tokens give nothing, but those in `shown` their spelling. Bytes that are no UTF-8 become U+FFFD once
+    they can no longer become a character. `prompt_ids` is what stands before the reply: if it ends inside
+    a character, that character appears once, when the reply completes it, and nothing else of the prompt
+    ever does.
     """
 
-    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, prompt_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()
+    ) -> None:
         self._vocabulary = vocabulary
+        self._silent = vocabulary.silent_ids - shown
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._tail = _cut_off(_last_bytes(vocabulary, prompt_ids))
         self._held = b""  # bytes of the reply that wait to see whether they complete the prompt's tail
@@ -29,7 +33,7 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """Take the next ids; return the text that is now certain, often empty."""
-        data = self._strip(_bytes_of(self._vocabulary, ids))
+        data = self._strip(_bytes_of(self._vocabulary, ids, self._silent))
         if self._tail:
             data = self._join_tail(data)
         return self._decoder.decode(data)
@@ -60,13 +64,13 @@ class Detokenizer:
 
 def decode(vocabulary: Vocabulary, ids: Iterable[int], *, skip_special: bool = True) -> str:
     """The text of a whole sequence of ids, as a Detokenizer would give it in pieces."""
-    data = _bytes_of(vocabulary, ids) if skip_special else b"".join(map(vocabulary.bytes_of, ids))
+    data = _bytes_of(vocabulary, ids, vocabulary.silent_ids if skip_special else frozenset())
     leading = len(data) - len(data.lstrip(b" "))
     return data[min(vocabulary.leading_spaces, leading) :].decode("utf-8", "replace")
 
 
-def _bytes_of(vocabulary: Vocabulary, ids: Iterable[int]) -> bytes:
-    silent, bytes_of = vocabulary.silent_ids, vocabulary.bytes_of
+def _bytes_of(vocabulary: Vocabulary, ids: Iterable[int], silent: frozenset[int]) -> bytes:
+    bytes_of = vocabulary.bytes_of
     return b"".join([bytes_of(i) for i in ids if i not in silent])
 
 

@@ -6,9 +6,14 @@ stands between <tool_response> tags in a user message.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from typing import Any
 
+from engine.text.messages import Arguments
+
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _BLOCK = """\
 # Tools
 
@@ -25,8 +30,13 @@ of tags for each call:
 
 
 def describe_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with the tools described at the end of the system message, made if missing."""
-    block = _BLOCK.format(tools=json.dumps(tools, ensure_ascii=False))
+    """Return the messages with the tools described at the end of the system message, made if missing.
+
+    The description is the same whatever the choice of tools: it stands at the beginning of the prompt, and
+    wording that changes with the request would keep the cache from all that follows. That a call is
+    required, or which, is for the grammar of the reply to enforce.
+    """
+    block = _BLOCK.format(tools=_json(tools))
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": block}, *messages]
     content = messages[0]["content"]
@@ -67,6 +77,38 @@ def merge_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**messages[1], "content": content}, *messages[2:]]
 
 
+def shorten_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with ids of calls that are nine letters and digits, as some templates demand.
+
+    Equal ids stay equal, from turn to turn too; a missing one is made from its place.
+    """
+    return [_with_short_ids(message, i) for i, message in enumerate(messages)]
+
+
+def _with_short_ids(message: dict[str, Any], place: int) -> dict[str, Any]:
+    found = dict(message)
+    if message["role"] == "tool":
+        found["tool_call_id"] = _short_id(message.get("tool_call_id") or f"{place}")
+    if "tool_calls" in message:
+        found["tool_calls"] = [
+            {**call, "id": _short_id(call.get("id") or f"{place}.{i}")}
+            for i, call in enumerate(message["tool_calls"])
+        ]
+    return found
+
+
+def _short_id(given: str) -> str:
+    if _SHORT_ID.fullmatch(given):
+        return given
+    return hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:9]
+
+
 def _call(function: dict[str, Any]) -> str:
-    call = {"name": function["name"], "arguments": function["arguments"]}
-    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+    arguments = function["arguments"]
+    # As the model wrote them, so that the cache knows the reply again.
+    written = arguments.written if isinstance(arguments, Arguments) else _json(arguments)
+    return f'<tool_call>\n{{"name": {_json(function["name"])}, "arguments": {written}}}\n</tool_call>'
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

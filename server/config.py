@@ -74,6 +74,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_prompts: Annotated[
         int, Meta(ge=1, le=65536, description="Prompts that one completions request may hold")
     ] = 256
+    max_choices: Annotated[
+        int, Meta(ge=1, le=65536, description="Choices that one request may ask for, over all its prompts")
+    ] = 256
     max_stop_chars: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Characters that one stop string may have")
     ] = 1024
@@ -95,6 +98,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             ge=0, le=10_000_000, description="Bytes of body above which its prompt is tokenized in a worker"
         ),
     ] = 2000
+    long_reply_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=10_000_000,
+            description="Log-probabilities above which a reply is written in a worker thread",
+        ),
+    ] = 256
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe log lines shown")
     ] = "info"

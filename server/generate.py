@@ -1,16 +1,26 @@
-"""From the engine's streams of tokens to pieces of text: one path for both endpoints and both modes."""
+"""From the engine's streams of tokens to parts of replies: one path for all endpoints and both modes."""
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
-from engine import CacheReceipt, Delta, EngineRequest, EngineUnavailable, StepFailed
-from engine.text import StopFilter
-from server.schema.responses import FinishReason
+from engine import (
+    CacheReceipt,
+    Delta,
+    EngineRequest,
+    EngineUnavailable,
+    HeadwaterError,
+    Overloaded,
+    StepFailed,
+    TokenLogprob,
+)
+from engine.text import Part, ReplyParser, StopFilter
 from server.usage import Timing
 
 if TYPE_CHECKING:
@@ -20,70 +30,175 @@ if TYPE_CHECKING:
 # Pieces that wait for a slow client before its choices wait too.
 QUEUED_PIECES = 64
 
+Ending = Literal["stop", "length", "tool_calls"]
+
+
+class Rules(NamedTuple):
+    """How a choice's tokens become a reply.
+
+    `calls`: what stands where calls do is taken for calls; `several`: not only for the first. `reasoning`:
+    it is told apart. `logprobs`: pieces tell them. `echo` is the text in front of the reply, `echoed` the
+    number of the prompt's tokens behind it.
+    """
+
+    stops: tuple[str, ...] = ()
+    calls: bool = False
+    several: bool = True
+    reasoning: bool = False
+    opened: str = ""
+    logprobs: bool = False
+    echo: str = ""
+    echoed: int = 0
+
+
+class Entry(NamedTuple):
+    """A token of a choice's text. `logprob` is None for a prompt's first token; `offset` is where its text
+    begins in the choice's."""
+
+    token_id: int
+    logprob: TokenLogprob | None
+    offset: int
+
 
 class Piece(NamedTuple):
-    """What one choice adds: text that may be shown, the tokens behind it, and the end."""
+    """What one choice adds: parts that may be shown, the tokens behind them, and the end.
+
+    `call_ids` has an id for each part that belongs to a call, None for others.
+    """
 
     choice: Choice
-    text: str
+    parts: tuple[Part, ...]
+    call_ids: tuple[str | None, ...]
     token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
+    entries: tuple[Entry, ...]
+    finish_reason: Ending | None
+
+    @property
+    def text(self) -> str:
+        """What is shown as content."""
+        return "".join(part.text for part in self.parts if part.kind == "content")
 
 
 class Choice:
     """One choice of a reply while it is generated. Only its pump (see Choices) touches it."""
 
-    def __init__(self, index: int, request: EngineRequest, codec: TextCodec, stops: Sequence[str]) -> None:
+    def __init__(self, index: int, request: EngineRequest, codec: TextCodec, rules: Rules) -> None:
         self.index = index
         self.request = request
         self.receipt: CacheReceipt | None = None
         self.completion_tokens = 0
-        self.finish_reason: FinishReason | None = None
-        self._detokenizer = codec.detokenizer(request.prompt)
-        self._filter = StopFilter(stops)
+        self.reasoning_tokens = 0
+        self.finish_reason: Ending | None = None
+        self._codec = codec
+        self._rules = rules
+        shown = codec.reply_markers(tools=rules.calls)
+        self._detokenizer = codec.detokenizer(request.prompt, shown=shown)
+        self._filter = StopFilter(rules.stops)
+        self._parser: ReplyParser | None = None
+        if rules.calls or rules.reasoning:
+            self._parser = codec.reply_parser(
+                tools=rules.calls, reasoning=rules.reasoning, opened=rules.opened
+            )
+        self._call_ids: list[str] = []
+        self._offset = len(rules.echo)
+        self._thinking = False
 
     @property
     def prompt_tokens(self) -> int:
         """Length of the prompt in tokens."""
         return len(self.request.prompt)
 
+    @property
+    def stop_text(self) -> str | None:
+        """The stop string that ended the choice, if one did."""
+        return self._filter.found
+
     async def pieces(self, stream: RequestStream) -> AsyncIterator[Piece]:
         """Yield pieces until the choice ends; the last one has a finish reason.
 
         Raises StepFailed or EngineUnavailable where the engine ended the request.
         """
+        begun = False
         async for delta in stream:
             self.receipt = delta.receipt or self.receipt
-            if delta.finish_reason in ("error", "abort"):
+            if delta.finish_reason in ("error", "abort", "shed"):
                 raise _failure(delta)
             if not delta.token_ids and delta.finish_reason is None:
                 continue
-            text, taken, stopped = self._take(delta.token_ids)
+            entries = [] if begun else self._echoed(delta)
+            parts = [Part("content", self._rules.echo)] if self._rules.echo and not begun else []
+            begun = True
+            taken, stopped = self._take(delta, parts, entries)
             if stopped:
                 stream.stop()
                 self.finish_reason = "stop"
             elif delta.finish_reason is not None:
-                text += self._rest()
                 self.finish_reason = "length" if delta.finish_reason == "length" else "stop"
-            yield Piece(self, text, taken, self.finish_reason)
+            if self.finish_reason is not None:
+                parts += self._rest(cut=stopped)
+            yield self._piece(parts, taken, entries)
             if self.finish_reason is not None:
                 return
         raise StepFailed("The engine ended the request without a finish reason")
 
-    def _take(self, token_ids: tuple[int, ...]) -> tuple[str, tuple[int, ...], bool]:
+    def _take(self, delta: Delta, parts: list[Part], entries: list[Entry]) -> tuple[tuple[int, ...], bool]:
         # Token by token, so that what counts as generated does not depend on how deltas are cut.
-        text = ""
-        for taken, token_id in enumerate(token_ids, start=1):
+        logprobs = iter(delta.logprobs)
+        for taken, token_id in enumerate(delta.token_ids, start=1):
             self.completion_tokens += 1
-            shown, stopped = self._filter.push(self._detokenizer.push((token_id,)))
-            text += shown
+            logprob = next(logprobs, None)
+            if self._rules.logprobs:
+                entries.append(Entry(token_id, logprob, self._offset))
+            text = self._detokenizer.push((token_id,))
+            self._offset += len(text)
+            shown, stopped = self._filter.push(text)
+            more = self._parse(shown)
+            if not self._rules.several and any(map(_further, more)):
+                parts += [part for part in more if not _further(part)]
+                return delta.token_ids[:taken], True
+            parts += more
             if stopped:
-                return text, token_ids[:taken], True
-        return text, token_ids, False
+                return delta.token_ids[:taken], True
+        return delta.token_ids, False
 
-    def _rest(self) -> str:
-        shown, stopped = self._filter.push(self._detokenizer.flush())
-        return shown if stopped else shown + self._filter.flush()
+    def _parse(self, text: str) -> list[Part]:
+        if self._parser is None:
+            return [Part("content", text)] if text else []
+        parts = self._parser.push(text) if text else []
+        if parts:
+            self._thinking = parts[-1].kind == "reasoning"
+        self.reasoning_tokens += self._thinking
+        return parts
+
+    def _rest(self, *, cut: bool) -> list[Part]:
+        """What was held back. Where the reply was cut, nothing that follows the cut."""
+        parts: list[Part] = []
+        if not cut:
+            shown, stopped = self._filter.push(self._detokenizer.flush())
+            parts += self._parse(shown if stopped else shown + self._filter.flush())
+        if self._parser is not None:
+            parts += self._parser.finish()
+        return parts if self._rules.several else [part for part in parts if not _further(part)]
+
+    def _piece(self, parts: list[Part], token_ids: tuple[int, ...], entries: list[Entry]) -> Piece:
+        merged = _merge(parts)
+        ids = tuple(self._call_id(part.index) if part.kind == "call" else None for part in merged)
+        if self._call_ids and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
+        return Piece(self, merged, ids, token_ids, tuple(entries), self.finish_reason)
+
+    def _call_id(self, index: int) -> str:
+        while len(self._call_ids) <= index:
+            self._call_ids.append("call_" + uuid.uuid4().hex[:24])
+        return self._call_ids[index]
+
+    def _echoed(self, delta: Delta) -> list[Entry]:
+        """The prompt's own tokens, where they are shown."""
+        if not (self._rules.logprobs and self._rules.echoed):
+            return []
+        ids = self.request.prompt[-self._rules.echoed :]
+        offsets = _offsets(self._codec, ids, self._rules.echo)
+        return [Entry(*row) for row in zip(ids, delta.prompt_logprobs, offsets, strict=True)]
 
 
 class Choices:
@@ -167,7 +282,39 @@ class Choices:
                 stream.abort()
 
 
-def _failure(delta: Delta) -> StepFailed | EngineUnavailable:
+def _offsets(codec: TextCodec, ids: Sequence[int], text: str) -> list[int]:
+    """Where in `text` each of the tokens behind it begins."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    at, found = 0, []
+    for token_id in ids:
+        found.append(min(at, len(text)))
+        spelled = decoder.decode(codec.token_bytes(token_id))
+        # A control token that the tokenizer added stands nowhere in what the client wrote.
+        if text.startswith(spelled, at) or not codec.is_control(token_id):
+            at += len(spelled)
+    return found
+
+
+def _further(part: Part) -> bool:
+    """Whether a part belongs to a call behind the first."""
+    return part.kind == "call" and part.index > 0
+
+
+def _merge(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Join neighbours that belong together."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if last is not None and (last.kind, last.index) == (part.kind, part.index) and part.name is None:
+            found[-1] = last._replace(text=last.text + part.text)
+        elif part.text or part.name is not None:
+            found.append(part)
+    return tuple(found)
+
+
+def _failure(delta: Delta) -> HeadwaterError:
+    if delta.finish_reason == "shed":
+        return Overloaded("The queue is full, and a request of higher priority took this one's place")
     if delta.finish_reason == "abort":
         return EngineUnavailable("The server stopped before the reply was complete")
     return StepFailed(delta.error or "The step that ran this request failed")

@@ -56,9 +56,10 @@ class EventWriter:
         async with self._limit():
             await self._response.prepare(self._request)
 
-    async def event(self, payload: Any) -> None:
-        """Send one event."""
-        await self._write(encode_event(payload))
+    async def event(self, payload: Any, name: str | None = None) -> None:
+        """Send one event, with the name of its kind if it has one."""
+        head = b"" if name is None else b"event: " + name.encode() + b"\n"
+        await self._write(head + encode_event(payload))
 
     async def comment(self, text: str) -> None:
         """Send a comment, which clients skip: it keeps the connection alive."""

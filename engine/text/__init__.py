@@ -2,7 +2,21 @@
 
 from engine.text.codec import TextCodec
 from engine.text.detokenizer import Detokenizer
+from engine.text.grammar_matcher import CompiledGrammar
+from engine.text.grammar_source import GrammarSpec
+from engine.text.grammar_source import Tool as GrammarTool
+from engine.text.replies import Part, ReplyParser
 from engine.text.stops import StopFilter
 from engine.text.template import TemplateError
 
-__all__ = ["Detokenizer", "StopFilter", "TemplateError", "TextCodec"]
+__all__ = [
+    "CompiledGrammar",
+    "Detokenizer",
+    "GrammarSpec",
+    "GrammarTool",
+    "Part",
+    "ReplyParser",
+    "StopFilter",
+    "TemplateError",
+    "TextCodec",
+]

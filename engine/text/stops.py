@@ -11,23 +11,25 @@ class StopFilter:
     Holds back only what could still begin a stop string. Of stop strings that are completed by the same
     character the longest counts, as it starts earliest; so the result does not depend on how the text
     is cut into pieces. Each character costs O(number of stop strings), by the matcher of Knuth, Morris
-    and Pratt (1977). Empty stop strings are ignored.
+    and Pratt (1977). Empty stop strings are ignored. `found` is the one that was completed, or None.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._matchers = [_Matcher(stop) for stop in dict.fromkeys(stops) if stop]
         self._held = ""
-        self._stopped = False
+        self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take more text; return what may be shown, and True once a stop string was found."""
-        if self._stopped or not self._matchers:
-            return ("" if self._stopped else text), self._stopped
+        if self.found is not None:
+            return "", True
+        if not self._matchers:
+            return text, False
         seen = self._held + text
         for end, char in enumerate(text, len(self._held) + 1):
             found = max([matcher.advance(char) for matcher in self._matchers])
             if found:
-                self._held, self._stopped = "", True
+                self._held, self.found = "", seen[end - found : end]
                 return seen[: end - found], True
         certain = len(seen) - max(matcher.matched for matcher in self._matchers)
         self._held = seen[certain:]

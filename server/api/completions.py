@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 from msgspec import UNSET
 
-from server.api.common import (
-    SERVICES,
-    Order,
-    Services,
-    build_order,
-    check_model,
-    check_size,
-    model_names,
-    read_body,
-)
-from server.api.reply import Said, reply
-from server.schema.requests import read_completion, read_prompts
-from server.schema.responses import Completion, CompletionChoice, Usage, UsageField
+from engine import RequestError
+from server.api.common import SERVICES, Services, check_model, check_size, model_names, read_body
+from server.api.grammar import compile_format
+from server.api.order import Frame, Order, Prompt, build_order
+from server.api.reply import Event, Reply, Update, reply
+from server.errors import ErrorObject
+from server.schema.prompts import read_prompts
+from server.schema.requests import CompletionRequest, read_completion
+from server.schema.responses import Completion, CompletionChoice, ErrorEvent, UsageField
+from server.usage import Tally
 
 if TYPE_CHECKING:
     from engine import TextCodec
@@ -30,41 +27,74 @@ if TYPE_CHECKING:
 class CompletionDialect:
     """Replies and events of text completions, which have one shape."""
 
-    opens_empty = False
+    marks_done = True
 
-    def whole(
-        self, order: Order, said: Sequence[Said], usage: Usage, metrics: dict[str, str] | None
-    ) -> Completion:
+    def whole(self, order: Order, replies: Sequence[Reply], tally: Tally) -> Completion:
         """Write a whole reply."""
-        return self._write(order, said, usage, metrics)
+        choices = tuple(_choice(one, one.content) for one in replies)
+        return self._write(order, choices, tally.usage, tally.perf if order.perf_metrics else None)
 
-    def event(
-        self, order: Order, said: Said | None, usage: UsageField, metrics: dict[str, str] | None
-    ) -> Completion:
-        """Write one event."""
-        return self._write(order, () if said is None else (said,), usage, metrics)
+    def begin(self, order: Order, tally: Tally) -> Iterable[Event]:
+        """Nothing comes before the first piece."""
+        return ()
+
+    def update(self, order: Order, update: Update, tally: Tally | None) -> Iterable[Event]:
+        """Write a piece; the end of a choice has no text."""
+        text = "".join(part.text for part in update.parts)
+        if not text and update.finish_reason is None and not update.token_ids:
+            return ()
+        usage, perf = closing(order, tally)
+        return (Event(self._write(order, (_choice(update, text),), usage, perf)),)
+
+    def end(self, order: Order, tally: Tally) -> Iterable[Event]:
+        """Write usage by itself where it was asked for."""
+        return (Event(self._write(order, (), tally.usage, None)),) if order.include_usage else ()
+
+    def failure(self, order: Order, error: ErrorObject, tally: Tally) -> Event:
+        """Write what ends a stream that can't go on."""
+        return Event(ErrorEvent(error, tally.usage))
 
     def _write(
-        self, order: Order, said: Sequence[Said], usage: UsageField, metrics: dict[str, str] | None
+        self,
+        order: Order,
+        choices: tuple[CompletionChoice, ...],
+        usage: UsageField,
+        perf: dict[str, str] | None,
     ) -> Completion:
         return Completion(
             id=order.reply_id,
             created=order.created,
             model=order.model,
             system_fingerprint=order.fingerprint,
-            choices=tuple(
-                CompletionChoice(
-                    index=one.choice,
-                    text=one.text,
-                    finish_reason=one.finish_reason,
-                    prompt_token_ids=UNSET if one.prompt_ids is None else one.prompt_ids,
-                    token_ids=UNSET if one.token_ids is None else one.token_ids,
-                )
-                for one in said
-            ),
+            choices=choices,
             usage=usage,
-            perf_metrics=UNSET if metrics is None else metrics,
+            service_tier=UNSET if order.service_tier is None else order.service_tier,
+            perf_metrics=UNSET if perf is None else perf,
         )
+
+
+def closing(order: Order, tally: Tally | None) -> tuple[UsageField, dict[str, str] | None]:
+    """What an event tells beside its choice: usage and perf_metrics with the last finish_reason, or null
+    for usage where that comes by itself."""
+    usage: UsageField = None if order.include_usage else UNSET
+    if tally is None:
+        return usage, None
+    if order.include_usage is None:
+        usage = tally.usage
+    return usage, tally.perf if order.perf_metrics else None
+
+
+def _choice(one: Reply | Update, text: str) -> CompletionChoice:
+    return CompletionChoice(
+        index=one.choice,
+        text=text,
+        logprobs=one.logprobs,
+        # There is nothing to call in a completion.
+        finish_reason=one.finish_reason,
+        prompt_token_ids=UNSET if one.prompt_ids is None else one.prompt_ids,
+        token_ids=UNSET if one.token_ids is None else one.token_ids,
+        raw_output=UNSET if one.raw is None else one.raw,
+    )
 
 
 async def handle(http: web.Request) -> web.StreamResponse:
@@ -76,15 +106,17 @@ async def handle(http: web.Request) -> web.StreamResponse:
         body, long = await read_body(http, services, read_completion)
         engine, codec = services.backend.require()
         check_model(body.model, model_names(engine.info, services.config))
-        prompts = await services.workers.run(long, _encode, services, codec, body.prompt)
-        order = build_order(http, services, body, prompts, prefix="cmpl-", field="prompt")
+        _check_reasoning(body)
+        heavy = long or body.response_format is not None
+        prompts, frame = await services.workers.run(heavy, _prepare, services, codec, body)
+        order = build_order(http, services, body, prompts, prefix="cmpl-", field="prompt", frame=frame)
         return await reply(http, services, order, CompletionDialect(), started)
 
 
-def _encode(services: Services, codec: TextCodec, prompt: object) -> list[tuple[int, ...]]:
+def _prepare(services: Services, codec: TextCodec, body: CompletionRequest) -> tuple[list[Prompt], Frame]:
     engine, _ = services.backend.require()
     prompts = read_prompts(
-        prompt,
+        body.prompt,
         vocab_size=engine.info.vocab_size,
         # All prompts of a request wait at once before the first one runs.
         max_prompts=min(services.config.max_prompts, engine.config.max_waiting),
@@ -92,4 +124,20 @@ def _encode(services: Services, codec: TextCodec, prompt: object) -> list[tuple[
     for one in prompts:
         if isinstance(one, str):
             check_size([one], services, "prompt")
-    return [tuple(codec.encode(one)) if isinstance(one, str) else one for one in prompts]
+    encoded = [
+        Prompt(tuple(codec.encode(one)), one) if isinstance(one, str) else Prompt(one) for one in prompts
+    ]
+    return encoded, Frame(grammar=compile_format(codec, body.response_format))
+
+
+def _check_reasoning(body: CompletionRequest) -> None:
+    # A prompt is read as it is given: whether the model reasons is for its writer to say in it.
+    if body.reasoning_effort not in (None, False, "none"):
+        raise RequestError(
+            "'reasoning_effort' is for chats: a completions prompt is read as it is given",
+            param="reasoning_effort",
+        )
+    if body.thinking is not None and body.thinking.type != "disabled":
+        raise RequestError(
+            "'thinking' is for chats: a completions prompt is read as it is given", param="thinking"
+        )

@@ -1,67 +1,101 @@
-"""From a checked order to the reply: whole or as a stream, in either endpoint's words."""
+"""From a checked order to the reply: whole or as a stream, in any endpoint's words."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from aiohttp import web
 
 from engine import HeadwaterError
-from server.api.common import Order, Services
-from server.errors import REQUEST_ID, ApiError, ErrorObject, to_api_error
-from server.generate import Choice, Choices, Piece
-from server.schema.responses import FinishReason, Usage, UsageField
+from engine.text import Part
+from server.api.common import Services
+from server.api.logprobs import Logprobs, LogprobsWriter
+from server.api.order import Order
+from server.errors import ApiError, ErrorObject, to_api_error
+from server.generate import Choice, Choices, Ending, Entry, Piece
+from server.schema.responses import RawOutput
 from server.sse import EventWriter
-from server.usage import Timing, headers, perf_metrics, usage_of
+from server.usage import Tally, Timing, headers, perf_metrics, tally
 
 log = logging.getLogger("headwater.server")
 
 
-class Said(NamedTuple):
-    """What one choice says, in a whole reply or in one event.
+class Event(NamedTuple):
+    """A server-sent event: one JSON value, and the name of its kind where the dialect has names."""
 
-    `first` marks a choice's first event. `token_ids` and `prompt_ids` are None unless asked for.
-    """
+    payload: Any
+    name: str | None = None
+
+
+class Call(NamedTuple):
+    """A whole call; `arguments` is JSON text as the model wrote it, cut short where the reply was."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Reply(NamedTuple):
+    """All that one choice says. `token_ids`, `prompt_ids`, `logprobs` and `raw` are None unless asked for;
+    `stop_text` is the stop string that ended it."""
 
     choice: int
-    text: str
-    finish_reason: FinishReason | None
+    content: str
+    reasoning: str
+    calls: tuple[Call, ...]
+    finish_reason: Ending
+    logprobs: Logprobs | None = None
+    token_ids: tuple[int, ...] | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    stop_text: str | None = None
+    raw: RawOutput | None = None
+
+
+class Update(NamedTuple):
+    """What one choice adds in a stream; the fields are a Reply's. `first` marks a choice's first update,
+    `call_ids` has an id for each part of a call."""
+
+    choice: int
+    parts: tuple[Part, ...]
+    call_ids: tuple[str | None, ...]
+    finish_reason: Ending | None
     first: bool
-    token_ids: tuple[int, ...] | None
-    prompt_ids: tuple[int, ...] | None
+    logprobs: Logprobs | None = None
+    token_ids: tuple[int, ...] | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    stop_text: str | None = None
+    raw: RawOutput | None = None
 
 
 class Dialect(Protocol):
-    """How an endpoint writes replies and events.
+    """How an endpoint writes one reply; made anew for each.
 
-    `opens_empty`: a choice begins with an event of its own even while it has no text yet.
+    A stream is `begin`, then an `update` for each piece, then `end`, or `failure` instead of what is left.
+    `update` gets the tally with the last piece of the last choice. `marks_done`: [DONE] ends the stream.
     """
 
     @property
-    def opens_empty(self) -> bool: ...
+    def marks_done(self) -> bool: ...
 
-    def whole(self, order: Order, said: Sequence[Said], usage: Usage, metrics: dict[str, str] | None) -> Any:
+    def whole(self, order: Order, replies: Sequence[Reply], tally: Tally) -> Any:
         """Write a whole reply."""
 
-    def event(
-        self,
-        order: Order,
-        said: Said | None,
-        usage: UsageField,
-        metrics: dict[str, str] | None,
-    ) -> Any:
-        """Write one event; without `said` it has no choices."""
+    def begin(self, order: Order, tally: Tally) -> Iterable[Event]:
+        """Write what comes before the first piece."""
 
+    def update(self, order: Order, update: Update, tally: Tally | None) -> Iterable[Event]:
+        """Write a piece."""
 
-class ErrorEvent(msgspec.Struct, frozen=True):
-    """What ends a stream that can't go on. `usage` tells what had been used until then."""
+    def end(self, order: Order, tally: Tally) -> Iterable[Event]:
+        """Write what comes after the last piece."""
 
-    error: ErrorObject
-    usage: Usage
+    def failure(self, order: Order, error: ErrorObject, tally: Tally) -> Event:
+        """Write what ends a stream that can't go on."""
 
 
 async def reply(
@@ -71,42 +105,122 @@ async def reply(
     engine, codec = services.backend.require()
     choices = Choices(
         engine,
-        [Choice(index, request, codec, order.stops) for index, request in enumerate(order.requests)],
-        Timing(started),
+        [
+            Choice(index, request, codec, order.rules[request.prompt_index])
+            for index, request in enumerate(order.requests)
+        ],
+        Timing(started, time.monotonic(), services.backend.open),
         services.metrics,
     )
+    writer = LogprobsWriter(codec, order.logprobs, order.top)
     async with choices:
         if order.stream:
-            return await _Stream(http, services, order, dialect, choices).run()
-        return await _whole(services, order, dialect, choices)
+            return await _Stream(http, services, order, dialect, choices, writer).run()
+        return await _whole(services, order, dialect, choices, writer)
 
 
-async def _whole(services: Services, order: Order, dialect: Dialect, choices: Choices) -> web.Response:
-    texts: list[list[str]] = [[] for _ in choices.choices]
-    ids: list[list[int]] = [[] for _ in choices.choices]
+async def _whole(
+    services: Services, order: Order, dialect: Dialect, choices: Choices, writer: LogprobsWriter
+) -> web.Response:
+    gathered = [_Gathered() for _ in choices.choices]
     try:
         while not choices.ended:
             piece = await choices.next()
             if piece is not None:
-                texts[piece.choice.index].append(piece.text)
-                ids[piece.choice.index].extend(piece.token_ids)
+                gathered[piece.choice.index].add(piece)
     except HeadwaterError as exc:
         raise _with_metrics(exc, services, choices) from exc
-    metrics = perf_metrics(choices.choices, choices.timing)
-    said = [
-        Said(
-            choice=choice.index,
-            text="".join(texts[choice.index]),
-            finish_reason=choice.finish_reason,
-            first=True,
-            token_ids=tuple(ids[choice.index]) if order.token_ids else None,
-            prompt_ids=choice.request.prompt if order.token_ids else None,
-        )
-        for choice in choices.choices
+    sums = tally(choices.choices, choices.timing)
+    told = _best(order, gathered)
+    replies = [
+        gathered[index].reply(place, choices.choices[index], order, writer, services)
+        for place, index in enumerate(told)
     ]
-    body = dialect.whole(order, said, usage_of(choices.choices), metrics if order.perf_metrics else None)
-    return web.Response(
-        body=msgspec.json.encode(body), content_type="application/json", headers=headers(metrics)
+    # A long list of log-probabilities takes long to write.
+    heavy = sum(len(gathered[index].entries) for index in told) > services.config.long_reply_tokens
+    body = await services.workers.run(heavy, _encode, dialect, order, replies, sums)
+    return web.Response(body=body, content_type="application/json", headers=headers(sums.perf))
+
+
+def _encode(dialect: Dialect, order: Order, replies: Sequence[Reply], sums: Tally) -> bytes:
+    return msgspec.json.encode(dialect.whole(order, replies, sums))
+
+
+def _best(order: Order, gathered: Sequence[_Gathered]) -> list[int]:
+    """Which choices are told, the likeliest of each prompt first where more were generated than asked for."""
+    if order.generated == order.shown:
+        return list(range(len(gathered)))
+    told: list[int] = []
+    for start in range(0, len(gathered), order.generated):
+        ranked = sorted(
+            range(start, start + order.generated), key=lambda i: gathered[i].likelihood, reverse=True
+        )
+        told += ranked[: order.shown]
+    return told
+
+
+class _Gathered:
+    """What one choice has said so far."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.token_ids: list[int] = []
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[Call] = []
+
+    def add(self, piece: Piece) -> None:
+        """Take the next piece."""
+        self.entries += piece.entries
+        self.token_ids += piece.token_ids
+        for part, call_id in zip(piece.parts, piece.call_ids, strict=True):
+            if part.kind == "content":
+                self._content.append(part.text)
+            elif part.kind == "reasoning":
+                self._reasoning.append(part.text)
+            elif part.name is not None:
+                self._calls.append(Call(call_id or "", part.name, part.text))
+            else:
+                last = self._calls[part.index]
+                self._calls[part.index] = last._replace(arguments=last.arguments + part.text)
+
+    @property
+    def likelihood(self) -> float:
+        """Mean log-probability of the generated tokens."""
+        found = [e.logprob.logprob for e in self.entries[-len(self.token_ids) :] if e.logprob is not None]
+        return sum(found) / len(found) if found else float("-inf")
+
+    def reply(
+        self, place: int, choice: Choice, order: Order, writer: LogprobsWriter, services: Services
+    ) -> Reply:
+        """All of it."""
+        assert choice.finish_reason is not None
+        ids = tuple(self.token_ids)
+        logprobs = writer.write(self.entries)
+        return Reply(
+            choice=place,
+            content="".join(self._content),
+            reasoning="".join(self._reasoning),
+            calls=tuple(self._calls),
+            finish_reason=choice.finish_reason,
+            logprobs=logprobs,
+            token_ids=ids if order.token_ids else None,
+            prompt_ids=choice.request.prompt if order.token_ids else None,
+            stop_text=choice.stop_text,
+            raw=_raw(choice, ids, logprobs, services) if order.raw else None,
+        )
+
+
+def _raw(choice: Choice, ids: tuple[int, ...], logprobs: Logprobs | None, services: Services) -> RawOutput:
+    _, codec = services.backend.require()
+    request = choice.request
+    return RawOutput(
+        prompt_fragments=(codec.decode(request.prompt, skip_special=False),),
+        prompt_token_ids=request.prompt,
+        completion=codec.decode(ids, skip_special=False),
+        completion_token_ids=ids,
+        completion_logprobs=logprobs,
+        grammar=None if request.constraint is None else request.constraint.source,
     )
 
 
@@ -116,21 +230,38 @@ def _with_metrics(exc: HeadwaterError, services: Services, choices: Choices) -> 
     return error
 
 
+class _Untold(NamedTuple):
+    """Tokens of a choice that have no text yet: they go with the next event."""
+
+    token_ids: tuple[int, ...] = ()
+    entries: tuple[Entry, ...] = ()
+
+
 class _Stream:
     """One streamed reply."""
 
     def __init__(
-        self, http: web.Request, services: Services, order: Order, dialect: Dialect, choices: Choices
+        self,
+        http: web.Request,
+        services: Services,
+        order: Order,
+        dialect: Dialect,
+        choices: Choices,
+        writer: LogprobsWriter,
     ) -> None:
         self._http = http
         self._services = services
         self._order = order
         self._dialect = dialect
         self._choices = choices
+        self._logprobs = writer
         self._begun: set[int] = set()
-        self._untold: dict[int, tuple[int, ...]] = {}
+        self._untold: dict[int, _Untold] = {}
+        self._ids: dict[int, list[int]] = {}
+        self._tells_tokens = order.token_ids or order.logprobs is not None
 
     async def run(self) -> web.StreamResponse:
+        """Send it all; return the response."""
         config = self._services.config
         try:
             # Until the first token the status is still open, so that an early failure keeps its own.
@@ -147,62 +278,82 @@ class _Stream:
             error = to_api_error(exc, retry_after=config.retry_after)
             if not isinstance(exc, HeadwaterError):
                 log.error("stream %s failed: %s", self._order.reply_id, exc, exc_info=exc)
-            await writer.event(ErrorEvent(error.object, usage_of(self._choices.choices)))
+            await self._send(writer, [self._dialect.failure(self._order, error.object, self._tally())])
         else:
-            await writer.done()
+            if self._dialect.marks_done:
+                await writer.done()
         return await writer.close()
 
     async def _tell(self, writer: EventWriter, piece: Piece | None) -> None:
         choices, order = self._choices, self._order
+        await self._send(writer, self._dialect.begin(order, self._tally()))
         while True:
             if piece is None:
                 await writer.comment("waiting")
             else:
-                for event in self._events(piece):
-                    await writer.event(event)
+                for update in self._updates(piece):
+                    last = update.finish_reason is not None and choices.ended
+                    sums = self._tally() if last else None
+                    await self._send(writer, self._dialect.update(order, update, sums))
             if choices.ended:
                 break
             piece = await choices.next(self._services.config.heartbeat)
-        if order.include_usage:
-            await writer.event(self._dialect.event(order, None, usage_of(choices.choices), None))
+        await self._send(writer, self._dialect.end(order, self._tally()))
 
-    def _events(self, piece: Piece) -> list[Any]:
-        index, order = piece.choice.index, self._order
-        untold = self._untold.pop(index, ()) + piece.token_ids
-        events = []
-        if piece.text or (self._dialect.opens_empty and index not in self._begun):
-            events.append(self._event(piece.choice, piece.text, None, untold))
-            untold = ()
+    async def _send(self, writer: EventWriter, events: Iterable[Event]) -> None:
+        for event in events:
+            await writer.event(event.payload, event.name)
+
+    def _tally(self) -> Tally:
+        return tally(self._choices.choices, self._choices.timing)
+
+    def _updates(self, piece: Piece) -> list[Update]:
+        """What a piece says: text and calls first, then, by itself, the end."""
+        index = piece.choice.index
+        if self._order.raw:
+            self._ids.setdefault(index, []).extend(piece.token_ids)
+        untold = self._untold.pop(index, _Untold())
+        untold = _Untold(untold.token_ids + piece.token_ids, untold.entries + piece.entries)
+        updates = []
+        if piece.parts or index not in self._begun:
+            updates.append(self._update(piece, piece.parts, piece.call_ids, untold, ended=False))
+            untold = _Untold()
         if piece.finish_reason is not None:
-            events.append(self._event(piece.choice, "", piece.finish_reason, untold))
-        elif untold and order.token_ids:
-            # These tokens have no text yet: their ids go with the next event.
+            updates.append(self._update(piece, (), (), untold, ended=True))
+        elif self._tells_tokens and untold.token_ids:
             self._untold[index] = untold
-        return events
+        return updates
 
-    def _event(
-        self, choice: Choice, text: str, finish_reason: FinishReason | None, token_ids: tuple[int, ...]
-    ) -> Any:
-        order, first = self._order, choice.index not in self._begun
+    def _update(
+        self,
+        piece: Piece,
+        parts: tuple[Part, ...],
+        call_ids: tuple[str | None, ...],
+        told: _Untold,
+        *,
+        ended: bool,
+    ) -> Update:
+        order, choice = self._order, piece.choice
+        first = choice.index not in self._begun
         self._begun.add(choice.index)
-        said = Said(
+        logprobs = self._logprobs.write(told.entries) if told.entries else None
+        raw = None
+        if ended and order.raw:
+            raw = _raw(choice, tuple(self._ids[choice.index]), None, self._services)
+        return Update(
             choice=choice.index,
-            text=text,
-            finish_reason=finish_reason,
+            parts=parts,
+            call_ids=call_ids,
+            finish_reason=piece.finish_reason if ended else None,
             first=first,
-            token_ids=token_ids if order.token_ids else None,
+            logprobs=logprobs,
+            token_ids=told.token_ids if order.token_ids else None,
             prompt_ids=choice.request.prompt if order.token_ids and first else None,
+            stop_text=choice.stop_text if ended else None,
+            raw=raw,
         )
-        usage: UsageField = None if order.include_usage else msgspec.UNSET
-        metrics = None
-        if finish_reason is not None and self._choices.ended:
-            if order.include_usage is None:
-                usage = usage_of(self._choices.choices)
-            if order.perf_metrics:
-                metrics = perf_metrics(self._choices.choices, self._choices.timing)
-        return self._dialect.event(order, said, usage, metrics)
 
     def _headers(self) -> dict[str, str]:
         metrics = perf_metrics(self._choices.choices, self._choices.timing)
         metrics.pop("server-processing-time", None)
-        return headers(metrics) | {"x-request-id": self._http[REQUEST_ID]}
+        return headers(metrics)

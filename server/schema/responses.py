@@ -7,27 +7,93 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-FinishReason = Literal["stop", "length"]
+from server.errors import ErrorObject
+
+FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 TokenIds = tuple[int, ...] | UnsetType
 PerfMetrics = dict[str, str] | UnsetType
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """Of the prompt's tokens, those whose attention state came from the cache."""
+    """Of the prompt's tokens, those whose attention state came from the cache, and those new in it."""
 
     cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """Of the generated tokens, those that were reasoning."""
+
+    reasoning_tokens: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of a whole request; cached ones are part of prompt_tokens."""
+    """Tokens of a whole request. Each prompt counts once, however many choices it has; cached and newly
+    stored tokens are part of prompt_tokens."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
 UsageField = Usage | None | UnsetType
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """A token that could have stood there. `bytes` is null for control tokens, which are no text."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None
+    token_id: int
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """One token of a reply. `logprob` is null for a prompt's very first token, which nothing predicts;
+    `text_offset` is where its text begins in the choice's."""
+
+    token: str
+    logprob: float | None
+    bytes: tuple[int, ...] | None
+    top_logprobs: tuple[TopLogprob, ...]
+    token_id: int
+    text_offset: int
+
+
+class ContentLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities as chats have them."""
+
+    content: tuple[TokenLogprobs, ...]
+
+
+class LegacyLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities as completions have them; the lists go side by side."""
+
+    tokens: tuple[str, ...]
+    token_logprobs: tuple[float | None, ...]
+    top_logprobs: tuple[dict[str, float] | None, ...] | None
+    text_offset: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+Logprobs = ContentLogprobs | LegacyLogprobs
+
+
+class RawOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What went into the model and came out of it, control tokens and all."""
+
+    prompt_fragments: tuple[str, ...]
+    prompt_token_ids: tuple[int, ...]
+    completion: str
+    completion_token_ids: tuple[int, ...]
+    completion_logprobs: Logprobs | None = None
+    images: None = None
+    grammar: str | None = None
+
+
+RawField = RawOutput | UnsetType
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,10 +101,11 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
     prompt_token_ids: TokenIds = UNSET
     token_ids: TokenIds = UNSET
+    raw_output: RawField = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,14 +118,43 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: tuple[CompletionChoice, ...]
     usage: UsageField = UNSET
+    service_tier: str | UnsetType = UNSET
     perf_metrics: PerfMetrics = UNSET
+
+
+class FunctionText(msgspec.Struct, frozen=True, kw_only=True):
+    """A called function and the JSON text of its arguments; in a stream the name comes once, the arguments
+    in pieces."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call in a reply."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionText
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a call; id, type and name come with its first piece only."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionText
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The reply of a chat."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: tuple[ToolCall, ...] | UnsetType = UNSET
+    function_call: FunctionText | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,9 +162,10 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: Logprobs | None = None
     finish_reason: FinishReason
     token_ids: TokenIds = UNSET
+    raw_output: RawField = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +178,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: tuple[ChatChoice, ...]
     usage: Usage
+    service_tier: str | UnsetType = UNSET
     perf_metrics: PerfMetrics = UNSET
     prompt_token_ids: TokenIds = UNSET
 
@@ -90,6 +188,9 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: tuple[ToolCallDelta, ...] | UnsetType = UNSET
+    function_call: FunctionText | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,9 +198,10 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
     token_ids: TokenIds = UNSET
+    raw_output: RawField = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,8 +214,16 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: tuple[ChatChunkChoice, ...]
     usage: UsageField = UNSET
+    service_tier: str | UnsetType = UNSET
     perf_metrics: PerfMetrics = UNSET
     prompt_token_ids: TokenIds = UNSET
+
+
+class ErrorEvent(msgspec.Struct, frozen=True):
+    """What ends a stream that can't go on. `usage` tells what had been used until then."""
+
+    error: ErrorObject
+    usage: Usage
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

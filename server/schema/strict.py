@@ -69,8 +69,10 @@ def convert(fields: dict[str, Any], struct: type[T], *, at: str = "") -> T:
         path = at + (found["path"] or "")
         what = found["what"]
         if what.startswith("Object missing required field"):
-            name = at + what.split("`")[1]
+            name = ".".join(filter(None, (path.rstrip("."), what.split("`")[1])))
             raise RequestError(f"'{name}' is required", param=name) from None
+        if what.startswith("Object contains unknown field"):
+            raise _unknown(".".join(filter(None, (path.rstrip("."), what.split("`")[1])))) from None
         root = re.split(r"[.\[]", found["path"] or "", maxsplit=1)[0]
         value = shown(fields.get(root))
         # Its own words for this repeat the value, however long it is.
@@ -83,12 +85,14 @@ def refuse_unknown(fields: dict[str, Any], known: set[str], *, at: str = "") -> 
     """Raise RequestError for the first field that is not known."""
     for name, value in fields.items():
         if name not in known:
-            field = clean(at + name)[:SHOWN_CHARS]
-            # A fixed text that clients look for; the value is in Python's notation there.
-            found = _cut(value, repr)
-            raise RequestError(
-                f"Extra inputs are not permitted, field: '{field}', value: {found}", param=field
-            )
+            # The value is in Python's notation there.
+            raise _unknown(at + name, f", value: {_cut(value, repr)}")
+
+
+def _unknown(name: str, value: str = "") -> RequestError:
+    # A fixed text that clients look for.
+    field = clean(name)[:SHOWN_CHARS]
+    return RequestError(f"Extra inputs are not permitted, field: '{field}'{value}", param=field)
 
 
 def shown(value: Any) -> str:

@@ -25,6 +25,7 @@ from engine import (
     Namespace,
     Overloaded,
     TextCodec,
+    TokenLogprob,
 )
 from engine.text.parts import TokenizerParts
 from server.app import create_app
@@ -68,6 +69,13 @@ def _byte_alphabet() -> dict[str, int]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def logprob_of(token: int, top: int) -> TokenLogprob:
+    """What FakeEngine says of a token: likelier the lower its id, the likeliest being the next ones below."""
+    value = -(token + 1) / 1000
+    best = [(token - i) % VOCAB for i in range(top)]
+    return TokenLogprob(token, value, tuple((i, -(i + 1) / 1000) for i in best))
 
 
 class FakeStream:
@@ -235,7 +243,8 @@ class FakeEngine:
     def _step(self, stream: FakeStream) -> None:
         request = stream.request
         if stream.receipt is None:
-            stream.receipt = CacheReceipt(len(request.prompt), self._match(request))
+            cached = self._match(request)
+            stream.receipt = CacheReceipt(len(request.prompt), cached, len(request.prompt) - cached)
             self._totals[0] += stream.receipt.prompt_tokens
             self._totals[1] += stream.receipt.cached_tokens
         at = self.generated[id(stream)]
@@ -251,7 +260,7 @@ class FakeEngine:
         if ended or at + len(ids) >= min(request.params.max_tokens, len(script)):
             self._end(stream, "stop" if ended else "length", ids)
         else:
-            stream.push(Delta(token_ids=ids, receipt=stream.receipt if at == 0 else None))
+            stream.push(self._delta(stream, ids, None, first=at == 0))
 
     def _end(
         self, stream: FakeStream, reason: Any, ids: tuple[int, ...] = (), *, error: str | None = None
@@ -259,7 +268,35 @@ class FakeEngine:
         self.live.remove(stream)
         self.finished[reason] = self.finished.get(reason, 0) + 1
         self._cached.append((stream.request.namespace, stream.request.prompt))
-        stream.push(Delta(token_ids=ids, finish_reason=reason, receipt=stream.receipt, error=error))
+        first = self.generated[id(stream)] == len(ids)
+        stream.push(self._delta(stream, ids, reason, first=first, error=error))
+
+    def _delta(
+        self,
+        stream: FakeStream,
+        ids: tuple[int, ...],
+        reason: Any,
+        *,
+        first: bool,
+        error: str | None = None,
+    ) -> Delta:
+        params, request = stream.request.params, stream.request
+        scored: tuple[TokenLogprob | None, ...] = ()
+        if first and request.prompt_logprobs is not None:
+            start, top = request.prompt_logprobs_from, request.prompt_logprobs
+            scored = tuple(
+                None if i == 0 else logprob_of(token, top)
+                for i, token in enumerate(request.prompt)
+                if i >= start
+            )
+        return Delta(
+            token_ids=ids,
+            logprobs=() if params.logprobs is None else tuple(logprob_of(i, params.logprobs) for i in ids),
+            finish_reason=reason,
+            receipt=stream.receipt if first or reason is not None else None,
+            error=error,
+            prompt_logprobs=scored,
+        )
 
     def _match(self, request: EngineRequest) -> int:
         best = 0

@@ -64,12 +64,12 @@ def allowed(sample: SampleRow, vocab_size: int) -> Ids | None:
     if constraint is None and not stops:
         return None
     free = np.ones(vocab_size, np.bool_) if constraint is None else _mask(constraint, sample, vocab_size)
-    ids = np.flatnonzero(free)
     if stops:
-        free[stops] = False
-        going_on = np.flatnonzero(free)
-        if len(going_on) or constraint is None:
-            ids = going_on
+        going_on = free.copy()
+        going_on[stops] = False
+        if constraint is None or going_on.any():
+            free = going_on
+    ids = np.flatnonzero(free)
     if not len(ids):
         raise ConstraintFailed("no token may follow what was generated")
     return None if len(ids) == vocab_size else ids
@@ -78,7 +78,7 @@ def allowed(sample: SampleRow, vocab_size: int) -> Ids | None:
 def _mask(constraint: Constraint, sample: SampleRow, vocab_size: int) -> npt.NDArray[np.bool_]:
     """The constraint's mask as bool [vocab_size]; what it does not name is forbidden."""
     try:
-        bits = np.frombuffer(constraint.mask(sample.generated), np.uint8)
+        bits = np.frombuffer(constraint.mask(sample.generated) or b"\0", np.uint8)
     except ConstraintFailed:
         raise
     except Exception as error:  # whatever a grammar runs into is its own sequence's affair

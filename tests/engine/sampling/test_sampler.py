@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -11,26 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.plan import SampleRow
-from engine.sampling.sampler import Sampler
-from engine.types import SamplingParams
-
-V = 49152
-
-
-def row(position: int = 0, *, seed: int = 0, prompt: int = 0, choice: int = 0, **params) -> SampleRow:
-    return SampleRow(0, SamplingParams(max_tokens=1, **params), seed, prompt, choice, position)
-
-
-def text_like(n: int, *, seed: int = 0, vocab: int = V) -> torch.Tensor:
-    """Logits as a language model gives them: a steep head, a long tail, bf16 grains (so ties abound)."""
-    generator = torch.Generator().manual_seed(seed)
-    base = 15 - 1.6 * torch.log(torch.arange(1, vocab + 1, dtype=torch.float32))
-    rows = [
-        base[torch.randperm(vocab, generator=generator)] + 0.5 * torch.randn(vocab, generator=generator)
-        for _ in range(n)
-    ]
-    return torch.stack(rows).bfloat16().float() if rows else torch.empty(0, vocab)
+from engine.errors import ConstraintFailed
+from engine.sampling.sampler import Drawn, Sampler
+from engine.types import TokenLogprob
+from tests.engine.sampling.samples import Grammar, V, bits, only, row, text_like
 
 
 @pytest.fixture(params=[1, 2])
@@ -41,6 +25,11 @@ def threads(request) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+def refuse(generated: Sequence[int]) -> bytes:
+    raise ConstraintFailed("the grammar is lost")
+
+
+TOKENS = tuple(range(0, V, 3))
 MIXED = (
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 5},
@@ -50,23 +39,42 @@ MIXED = (
     {"temperature": 1.3, "min_p": 0.05},
     {"temperature": 2.0, "top_p": 0.99},
     {"temperature": 1.0, "top_k": 100, "top_p": 0.8, "min_p": 0.01, "logprobs": 1},
+    {"temperature": 1.0, "typical_p": 0.9},
+    {"temperature": 1.5, "typical_p": 0.5, "top_p": 0.95, "logprobs": 2},
+    {"temperature": 1.0, "mirostat_target": 30.0},
+    {"temperature": 1.2, "mirostat_target": 5.0, "bound": 3.7, "top_k": 400},
+    {"temperature": 0.0, "logit_bias": tuple((i, -30.0) for i in range(0, V, 160)), "logprobs": 2},
+    {"temperature": 1.0, "repetition_penalty": 1.4, "before": TOKENS, "generated": [5, 5, 7]},
+    {"temperature": 0.0, "repetition_penalty": 0.7, "before": TOKENS[::50], "generated": TOKENS[1::50]},
+    {"temperature": 1.0, "frequency_penalty": 0.6, "presence_penalty": -1.0, "generated": TOKENS * 2},
+    {"temperature": 0.8, "min_tokens": 100, "stop_token_ids": tuple(range(0, V, 7))},
+    {"temperature": 1.0, "constraint": Grammar(lambda generated: bits(TOKENS, V)), "logprobs": 3},
+    {"temperature": 0.0, "constraint": only(31, 41, 59), "frequency_penalty": 2.0, "generated": [41] * 9},
+    {"temperature": 1.0, "constraint": only(), "logprobs": 1},
+    {"temperature": 0.0, "constraint": Grammar(refuse)},
+    {"temperature": 1.0, "constraint": only(*TOKENS), "mirostat_target": 9.0, "typical_p": 0.8},
 )
 
+Outcome = tuple[int, TokenLogprob | None, float | None, str | None]
 
-@pytest.mark.parametrize("n", [1, 2, 3, 9, 17, 33])
+
+def outcome(drawn: Drawn, j: int) -> Outcome:
+    return drawn.tokens[j], drawn.logprobs[j], drawn.bounds[j], drawn.errors.get(j)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 9, 17, 44])
 def test_a_row_gets_the_same_bits_alone_and_in_any_company(n, threads):
     """O019: sampling adds no difference between a request alone and the same one in a batch."""
-    logits = text_like(33)
-    rows = [row(j, seed=j * 7919, prompt=j % 3, choice=j % 2, **MIXED[j % len(MIXED)]) for j in range(33)]
+    logits = text_like(44)
+    rows = [row(j, seed=j * 7919, prompt=j % 3, choice=j % 2, **MIXED[j % len(MIXED)]) for j in range(44)]
     sampler = Sampler(V)
     torch.set_num_threads(1)
-    alone = [sampler.sample(logits[j : j + 1], rows[j : j + 1]) for j in range(33)]
+    alone = [outcome(sampler.sample(logits[j : j + 1], rows[j : j + 1]), 0) for j in range(44)]
     torch.set_num_threads(threads)
-    for start in range(0, 33, n):
-        tokens, logprobs, finite, *_ = sampler.sample(logits[start : start + n], rows[start : start + n])
-        for j, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), start):
-            assert ([token], [logprob]) == alone[j][:2]
-        assert finite.all()
+    for start in range(0, 44, n):
+        drawn = sampler.sample(logits[start : start + n], rows[start : start + n])
+        assert [outcome(drawn, j) for j in range(len(drawn.tokens))] == alone[start : start + n]
+        assert drawn.finite.all()
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -83,24 +91,25 @@ def test_any_selection_of_rows_in_any_order_gives_each_its_own_bits(order, kinds
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        tokens, logprobs, *_ = sampler.sample(logits[order], [rows[j] for j in order])
+        drawn = sampler.sample(logits[order], [rows[j] for j in order])
         for place, j in enumerate(order):
-            alone = sampler.sample(logits[j : j + 1], [rows[j]])
-            assert ([tokens[place]], [logprobs[place]]) == alone[:2]
+            assert outcome(drawn, place) == outcome(sampler.sample(logits[j : j + 1], [rows[j]]), 0)
     finally:
         torch.set_num_threads(before)
 
 
 def test_logits_may_be_a_view_into_a_padded_buffer():
-    buffer = torch.full((8, V + 64), torch.nan)
-    logits = text_like(8)
+    n = len(MIXED)
+    buffer = torch.full((n, V + 64), torch.nan)
+    logits = text_like(n)
     buffer[:, :V] = logits
     rows = [row(j, **kind) for j, kind in enumerate(MIXED)]
-    assert Sampler(V).sample(buffer[:, :V], rows)[:2] == Sampler(V).sample(logits, rows)[:2]
+    ours, theirs = Sampler(V).sample(buffer[:, :V], rows), Sampler(V).sample(logits, rows)
+    assert [outcome(ours, j) for j in range(n)] == [outcome(theirs, j) for j in range(n)]
 
 
 def test_sampling_leaves_the_logits_as_they_were():
-    logits = text_like(8)
+    logits = text_like(len(MIXED))
     before = logits.clone()
     Sampler(V).sample(logits, [row(j, **kind) for j, kind in enumerate(MIXED)])
     assert torch.equal(logits, before)
@@ -159,17 +168,17 @@ def test_the_widest_finite_logits_overflow_nothing():
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [0, 1, V // 2, V - 1])
 def test_a_row_with_a_bad_logit_is_named_and_disturbs_no_other(poison, place):
-    logits = text_like(8, seed=6)
+    n = len(MIXED)
+    logits = text_like(n, seed=6)
     rows = [row(j, **kind) for j, kind in enumerate(MIXED)]
     good = Sampler(V).sample(logits, rows)
-    for victims in ([3], [0, 7], range(8)):
+    for victims in ([3], [0, n - 1], range(n)):
         spoilt = logits.clone()
         spoilt[list(victims), place] = poison
-        tokens, logprobs, finite, *_ = Sampler(V).sample(spoilt, rows)
-        for j in range(8):
-            assert bool(finite[j]) == (j not in victims)
-            assert tokens[j] == (0 if j in victims else good[0][j])
-            assert logprobs[j] == (None if j in victims else good[1][j])
+        drawn = Sampler(V).sample(spoilt, rows)
+        for j in range(n):
+            assert bool(drawn.finite[j]) == (j not in victims)
+            assert outcome(drawn, j) == ((0, None, None, None) if j in victims else outcome(good, j))
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])

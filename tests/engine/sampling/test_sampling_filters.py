@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,9 @@ from engine.sampling.sampler import Sampler
 from engine.types import SamplingParams
 
 
-def naive(logits: np.ndarray, params: SamplingParams, u: float) -> tuple[int, list[int]]:
+def naive(
+    logits: np.ndarray, params: SamplingParams, u: float, bound: float = math.inf
+) -> tuple[int, list[int]]:
     """Sample by the definition, one token at a time; gives the token and all that were kept."""
     scaled = torch.from_numpy((logits - logits.max()) / np.float32(params.temperature))
     probs = [float(p) for p in torch.softmax(scaled[None], dim=-1)[0]]
@@ -34,15 +38,36 @@ def naive(logits: np.ndarray, params: SamplingParams, u: float) -> tuple[int, li
         kept = nucleus
     floor = params.min_p * probs[kept[0]]
     for place, token in enumerate(kept):
-        if probs[token] < floor:
+        if probs[token] < floor or (probs[token] == 0 or -math.log2(probs[token]) > max(bound, 0.0)):
             kept = kept[: max(place, 1)]
             break
-    target, reached = u * total(kept, probs), 0.0
+    if params.typical_p < 1.0:
+        kept = typical(kept, probs, params.typical_p)
+        mass = sum(probs[token] for token in kept)
+    else:
+        mass = total(kept, probs)
+    target, reached = u * mass, 0.0
     for token in kept:
         reached += probs[token]
         if reached > target:
             return token, kept
     return max((t for t in kept if probs[t] > 0), key=kept.index), kept
+
+
+def typical(kept: list[int], probs: list[float], share: float) -> list[int]:
+    """Of the kept tokens, the fewest of typical surprise that have the share of their mass."""
+    mass, mean = total(kept, probs), 0.0
+    for token in sorted(kept) if len(kept) == len(probs) else kept:
+        mean -= probs[token] * float(np.log(probs[token])) if probs[token] > 0 else 0.0
+    mean /= mass
+    distance = {t: abs(-float(np.log(probs[t])) - mean) if probs[t] > 0 else math.inf for t in kept}
+    chosen, reached = [], 0.0
+    for token in sorted(kept, key=distance.__getitem__):
+        chosen.append(token)
+        reached += probs[token]
+        if reached >= share * mass:
+            break
+    return sorted(chosen, key=kept.index)
 
 
 def total(kept: list[int], probs: list[float]) -> float:
@@ -74,16 +99,28 @@ probability = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0, 0.5, 0.9, 0.
     top_k=st.sampled_from([0, 1, 2, 5, 40, 299, 300, 1000]),
     top_p=probability,
     min_p=probability,
+    typical_p=st.one_of(st.just(1.0), probability),
+    bound=st.none() | st.floats(-1, 12),
 )
-@example(300, 4.0, 0.25, 0, 0, 1.0, 0, 1.0, 1.0)
-@example(300, 4.0, 0.25, 0, 0, 1.0, 0, 0.0, 0.0)
-@example(300, 0.0, 0.0, 0, 0, 1.0, 40, 0.5, 1.0)
-def test_sampling_equals_the_definition(vocab, spread, step, noise, seed, temperature, top_k, top_p, min_p):
+@example(300, 4.0, 0.25, 0, 0, 1.0, 0, 1.0, 1.0, 1.0, None)
+@example(300, 4.0, 0.25, 0, 0, 1.0, 0, 0.0, 0.0, 0.0, 0.0)
+@example(300, 0.0, 0.0, 0, 0, 1.0, 40, 0.5, 1.0, 1.0, None)
+def test_sampling_equals_the_definition(
+    vocab, spread, step, noise, seed, temperature, top_k, top_p, min_p, typical_p, bound
+):
     logits = grains(noise, vocab, spread, step)
-    params = SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    token, kept = naive(logits, params, uniform(seed, 0, 0, 5))
-    tokens = Sampler(vocab).sample(torch.from_numpy(logits)[None], [SampleRow(0, params, seed, 0, 0, 5)])[0]
-    assert tokens == [token]
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        typical_p=typical_p,
+        mirostat_target=0.0 if bound is None else 4.0,
+    )
+    token, kept = naive(logits, params, uniform(seed, 0, 0, 5), math.inf if bound is None else bound)
+    row = SampleRow(0, params, seed, 0, 0, 5, bound=bound)
+    assert Sampler(vocab).sample(torch.from_numpy(logits)[None], [row]).tokens == [token]
     assert token in kept
 
 
@@ -96,6 +133,11 @@ FILTERS = (
     {"min_p": 0.02},
     {"min_p": 1e-7},
     {"top_k": 500, "top_p": 0.999, "min_p": 1e-4},
+    {"typical_p": 0.2},
+    {"typical_p": 0.9},
+    {"typical_p": 0.99, "top_p": 0.95},
+    {"mirostat_target": 40.0},
+    {"mirostat_target": 300.0, "typical_p": 0.6},
 )
 
 
@@ -106,9 +148,9 @@ def test_a_short_look_finds_the_same_token_as_sorting_everything(temperature, fi
     logits = torch.from_numpy(np.stack([grains(s, vocab, 3.0, 0.125) for s in range(4)]))
     params = SamplingParams(max_tokens=1, temperature=temperature, **filters)
     draws = [[SampleRow(0, params, d, 0, 0, j) for j in range(4)] for d in range(16)]
-    short = [Sampler(vocab).sample(logits, rows)[0] for rows in draws]
+    short = [Sampler(vocab).sample(logits, rows).tokens for rows in draws]
     monkeypatch.setattr(ranking, "_DEPTHS", ())
-    assert [Sampler(vocab).sample(logits, rows)[0] for rows in draws] == short
+    assert [Sampler(vocab).sample(logits, rows).tokens for rows in draws] == short
 
 
 @settings(max_examples=200, deadline=None)
@@ -156,6 +198,42 @@ def test_a_heavy_tail_that_min_p_cuts_off_far_down_weighs_nothing():
     assert probs[probs < 2e-4 * probs.max()].sum() > 0.2
     for u in np.linspace(0, 1, 20, endpoint=False).tolist():
         assert choose(logits, probs, 0.0, params, u) == naive(logits, params, u)[0]
+
+
+def kept_of(probs: list[float], **params) -> set[int]:
+    """The tokens that 300 draws give."""
+    logits = torch.log(torch.tensor([probs])).expand(300, len(probs)).contiguous()
+    rows = [SampleRow(0, SamplingParams(max_tokens=1, **params), 13, 0, 0, j) for j in range(300)]
+    return set(Sampler(len(probs)).sample(logits, rows).tokens)
+
+
+def test_typical_p_leaves_out_a_likeliest_token_that_says_too_little():
+    """Entropy 2.05 nats; surprise 0.92 of the likeliest and 2.81 of the others, which are nearer."""
+    probs = [0.4] + [0.06] * 10
+    assert kept_of(probs, typical_p=0.5) == set(range(1, 10))
+    assert kept_of(probs, typical_p=0.55) == set(range(1, 11))
+    assert kept_of(probs, typical_p=0.65) == set(range(11))
+    assert kept_of(probs, typical_p=0.0) == {1}
+
+
+def test_typical_p_keeps_the_likeliest_token_where_that_is_typical():
+    """Entropy 1.23 nats; surprise 0.51 of the likeliest and 2.30 of the others."""
+    probs = [0.6] + [0.1] * 4
+    assert kept_of(probs, typical_p=0.5) == {0}
+    assert kept_of(probs, typical_p=0.65) == {0, 1}
+
+
+def test_typical_p_takes_its_entropy_from_what_the_other_filters_left():
+    """Of all, the likeliest says too little; of the likeliest two it is the more typical."""
+    probs = [0.4] + [0.06] * 10
+    assert kept_of(probs, typical_p=0.5, top_k=2) == {0}
+
+
+def test_typical_p_of_tokens_without_any_probability_keeps_none_of_them():
+    logits = np.array([-500.0, 0.0, -500.0, 0.0, -500.0], dtype=np.float32)
+    rows = [SampleRow(0, SamplingParams(max_tokens=1, typical_p=0.9), 14, 0, 0, j) for j in range(40)]
+    tokens = Sampler(5).sample(torch.from_numpy(logits).expand(40, 5).contiguous(), rows).tokens
+    assert set(tokens) == {1, 3}
 
 
 @pytest.mark.parametrize(("u", "token"), [(0.0, 0), (0.25, 1), (0.5, 2), (0.75, 3), (1 - 2.0**-53, 3)])

@@ -33,7 +33,8 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         dict[str, Any] | None, Meta(description="JSON schema of its arguments, an object's")
     ] = None
     strict: Annotated[
-        bool | None, Meta(description="Whether calls are bound to the schema while they are generated")
+        bool | None,
+        Meta(description="Accepted; calls that tool_choice requires follow the schema either way"),
     ] = None
     output_schema: Annotated[
         dict[str, Any] | None, Meta(description="Accepted and ignored: results are taken as text")
@@ -91,7 +92,9 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     description: Annotated[str | None, Meta(description="Accepted and ignored: what the schema is for")] = (
         None
     )
-    strict: Annotated[bool | None, Meta(description="Whether the reply is bound to the schema")] = None
+    strict: Annotated[bool | None, Meta(description="Accepted; the reply follows the schema either way")] = (
+        None
+    )
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,7 +111,7 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How much a model that reasons does so."""
 
     effort: Annotated[
-        Effort | None, Meta(description="How much to reason; ignored where the model does not reason")
+        Effort | None, Meta(description="Whether to reason; only none is taken by a model that does not")
     ] = None
     summary: Annotated[
         SummaryKind | None,

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 from server.schema.responses_items import Status
 
 
-class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseTopLogprob(msgspec.Struct, frozen=True, kw_only=True):
     """One of the likeliest tokens at a position."""
 
     token: Annotated[str, Meta(description="The token's text")]
@@ -18,17 +18,21 @@ class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
     logprob: Annotated[float, Meta(description="Its log-probability")]
 
 
-class Logprob(TopLogprob, frozen=True, kw_only=True):
+class ResponseLogprob(ResponseTopLogprob, frozen=True, kw_only=True):
     """One token of the reply, with its log-probability and the likeliest at its place."""
 
-    top_logprobs: Annotated[tuple[TopLogprob, ...], Meta(description="The likeliest tokens, best first")] = ()
+    top_logprobs: Annotated[
+        tuple[ResponseTopLogprob, ...], Meta(description="The likeliest tokens, best first")
+    ] = ()
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
     """Text of a reply."""
 
     annotations: Annotated[tuple[()], Meta(description="Always empty: no tool here makes any")] = ()
-    logprobs: Annotated[tuple[Logprob, ...], Meta(description="One entry a token, where asked for")] = ()
+    logprobs: Annotated[
+        tuple[ResponseLogprob, ...], Meta(description="One entry a token, where asked for")
+    ] = ()
     text: Annotated[str, Meta(description="The text")]
 
 
@@ -156,7 +160,7 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An event of a stream. Which of the other fields it has depends on its type, as at OpenAI."""
 
     type: Annotated[str, Meta(description="Kind of event, which is its name in the stream, too")]
-    sequence_number: Annotated[int, Meta(description="Counts the events from 0")]
+    sequence_number: Annotated[int, Meta(description="Counts the events from 0")] = 0
     response: Annotated[
         Response | UnsetType, Meta(description="Of created, in_progress, completed, incomplete and failed")
     ] = UNSET
@@ -175,15 +179,7 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
     delta: Annotated[str | UnsetType, Meta(description="What is added to a text or to arguments")] = UNSET
     text: Annotated[str | UnsetType, Meta(description="A whole text, at its end")] = UNSET
     logprobs: Annotated[
-        tuple[Logprob, ...] | UnsetType, Meta(description="Of a text's tokens, where asked for")
+        tuple[ResponseLogprob, ...] | UnsetType, Meta(description="Of a text's tokens, where asked for")
     ] = UNSET
     name: Annotated[str | UnsetType, Meta(description="The function, at the end of a call")] = UNSET
     arguments: Annotated[str | UnsetType, Meta(description="Whole arguments, at the end of a call")] = UNSET
-    code: Annotated[str | UnsetType | None, Meta(description="Of an error before the response began")] = UNSET
-    message: Annotated[str | UnsetType, Meta(description="Of an error before the response began")] = UNSET
-    param: Annotated[str | UnsetType | None, Meta(description="Of an error before the response began")] = (
-        UNSET
-    )
-    error: Annotated[dict[str, Any] | UnsetType, Meta(description="The same, in OpenAI's error shape")] = (
-        UNSET
-    )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from server.api import chat, completions, models, ops, responses
+from server.api import chat, completions, messages, models, ops, responses
 from server.api.common import SERVICES, Services
 from server.backend import Backend
 from server.config import ServerConfig
@@ -52,6 +52,7 @@ def build_app(backend: Backend, config: ServerConfig) -> web.Application:
         app.router.add_post(prefix + "/v1/completions", completions.handle)
         app.router.add_post(prefix + "/v1/chat/completions", chat.handle)
         responses.add_routes(app, prefix)
+        messages.add_routes(app, prefix)
         app.router.add_get(prefix + "/v1/models", models.list_models)
         app.router.add_get(prefix + "/v1/models/{name:.+}", models.get_model)
     for prefix in ("", "/inference/v1"):

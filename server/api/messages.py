@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from engine import RequestError
+from engine import ContextLengthExceeded, RequestError
 from server.api.chat import prepare_chat, take_chat
 from server.api.common import SERVICES, check_model, model_names, read_body
 from server.api.messages_chat import to_chat, to_prompt
@@ -24,13 +24,16 @@ from server.schema.requests import ChatRequest
 if TYPE_CHECKING:
     from engine import TextCodec
 
-# How a chat names fields that have other names here.
+# Names of a chat's fields, and what they are called here.
 _NAMES = (
-    (re.compile(r"\bresponse_format\.json_schema\.schema\b"), "output_config.format.schema"),
-    (re.compile(r"\btools\.(\d+)\.function\.parameters\b"), r"tools.\1.input_schema"),
-    (re.compile(r"\btools\.(\d+)\.function\."), r"tools.\1."),
-    (re.compile(r"^'stop'|^stop$"), "'stop_sequences'"),
+    (re.compile(r"response_format\.json_schema\.schema"), "output_config.format.schema"),
+    (re.compile(r"response_format"), "output_config.format"),
+    (re.compile(r"reasoning_effort"), "output_config.effort"),
+    (re.compile(r"tools\.(\d+)\.function\.parameters"), r"tools.\1.input_schema"),
+    (re.compile(r"tools\.(\d+)\.function\.(\w+)"), r"tools.\1.\2"),
+    (re.compile(r"stop"), "stop_sequences"),
 )
+_QUOTED = re.compile(r"'([\w.]+)'")
 
 
 def add_routes(app: web.Application, prefix: str) -> None:
@@ -85,13 +88,19 @@ def _within_ability(codec: TextCodec, chat: ChatRequest) -> ChatRequest:
 
 @contextmanager
 def _own_names() -> Iterator[None]:
-    """Name fields in errors as they are called here."""
+    """Name the field at fault as it is called here, and in the message: errors have no other place for it."""
     try:
         yield
     except RequestError as exc:
-        param, message = exc.param or "", str(exc)
-        for theirs, ours in _NAMES:
-            param, message = theirs.sub(ours.strip("'"), param), theirs.sub(ours, message)
-        if message == str(exc):
-            raise
+        message = _QUOTED.sub(lambda found: f"'{_own_name(found[1])}'", str(exc))
+        param = _own_name(exc.param or "")
+        if param and f"'{param}'" not in message and not isinstance(exc, ContextLengthExceeded):
+            message = f"'{param}': {message}"
         raise RequestError(message, param=param or None) from None
+
+
+def _own_name(name: str) -> str:
+    for theirs, ours in _NAMES:
+        if found := theirs.fullmatch(name):
+            return found.expand(ours)
+    return name

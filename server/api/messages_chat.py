@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -27,11 +28,12 @@ from server.schema.requests import ChatRequest, JsonSchema, ResponseFormat, Thin
 
 # What the model reads before the result of a tool that failed.
 ERROR_MARK = "Error: "
+# Characters up to which a user's name is taken as it is.
+SHORT_USER = 64
 
 
 def to_chat(request: MessagesRequest) -> ChatRequest:
     """Say a request in the form that chats have. Raises RequestError."""
-    user_id = request.metadata.user_id if request.metadata is not None else None
     return ChatRequest(
         **_conversation(request),
         max_tokens=request.max_tokens,
@@ -41,7 +43,7 @@ def to_chat(request: MessagesRequest) -> ChatRequest:
         top_p=request.top_p,
         top_k=request.top_k,
         service_tier="priority" if request.service_tier == "priority" else None,
-        user=request.user if request.user is not None else user_id,
+        user=_user_name(request),
         prompt_cache_key=request.prompt_cache_key,
         prompt_cache_isolation_key=request.prompt_cache_isolation_key,
         prompt_cache_max_len=request.prompt_cache_max_len,
@@ -51,6 +53,14 @@ def to_chat(request: MessagesRequest) -> ChatRequest:
 def to_prompt(request: Conversation) -> ChatRequest:
     """Say a request's prompt alone in the form that chats have. Raises RequestError."""
     return ChatRequest(**_conversation(request))
+
+
+def _user_name(request: MessagesRequest) -> str | None:
+    if request.user is not None or request.metadata is None or request.metadata.user_id is None:
+        return request.user
+    # Only a hint: a long one need not be refused for its length.
+    user_id = request.metadata.user_id
+    return user_id if len(user_id) <= SHORT_USER else hashlib.sha256(user_id.encode()).hexdigest()
 
 
 def _conversation(request: Conversation) -> dict[str, Any]:

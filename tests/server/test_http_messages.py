@@ -323,8 +323,45 @@ async def test_the_client_raises_its_typed_errors():
         image = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
         with pytest.raises(anthropic.BadRequestError, match="it reads text"):
             await ai.messages.create(**ask({"role": "user", "content": [image]}))
-        with pytest.raises(anthropic.BadRequestError, match="stop_sequences"):
-            await ai.messages.create(**ask(stop_sequences=["x" * 5000]))
+
+
+BROKEN = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(("}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"stop_sequences": ["x" * 5000]}, "stop_sequences"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": BROKEN}}},
+            "output_config.format.schema",
+        ),
+        ({"tools": [WEATHER | {"input_schema": BROKEN}], "tool_choice": {"type": "any"}}, "tools"),
+        ({"tools": [WEATHER | {"name": f"t{i}"} for i in range(500)]}, "tools"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
+        ({"user": "x" * 5000}, "user"),
+    ],
+)
+async def test_later_checks_name_the_field_as_it_is_called_here(fields, name):
+    """O055, O067: what cannot be done is a 400 whose message names the field."""
+    async with running(FakeEngine()) as client:
+        status, body, _ = await client.post(MESSAGES, ask(**fields))
+        assert status == 400
+        assert f"'{name}'" in body["error"]["message"]
+
+
+async def test_wishes_for_effort_are_no_error_where_the_model_cannot_think():
+    async with running(FakeEngine()) as client:
+        fields = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}
+        status, body, _ = await client.post(MESSAGES, ask(**fields, metadata={"user_id": "x" * 5000}))
+        assert (status, body["content"][0]["type"]) == (200, "text")
+
+
+async def test_a_stop_sequence_inside_a_call_leaves_it_without_arguments():
+    async with running(FakeEngine(CALL, context=5000)) as client, sdk(client) as ai:
+        message = await ai.messages.create(**ask(tools=[WEATHER], stop_sequences=["Ro"]))
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "Ro")
+        assert message.content[0].input == {}
 
 
 async def test_a_stream_that_fails_ends_with_an_error_event():
@@ -339,7 +376,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event():
 
 async def test_the_client_tries_again_when_the_server_is_full():
     """What it says of overload is something that the client tries again after."""
-    engine = FakeEngine(max_running=0, max_waiting=0)
+    engine = FakeEngine(max_running=-1, max_waiting=1)
     async with running(engine, ServerConfig(retry_after=1)) as client:
         tries = []
 

@@ -34,6 +34,7 @@ class ResponsesDialect:
     """Replies and events of one request."""
 
     marks_done = False
+    opens_empty = True
 
     def __init__(self, request: ResponsesRequest) -> None:
         self._echo = _echo(request)

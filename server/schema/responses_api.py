@@ -44,6 +44,7 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
+_NULL = {"type": "null"}
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,27 +143,37 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="auto drops the oldest turns of an input that does not fit; else that is a 400"),
     ] = None
     previous_response_id: Annotated[
-        str | None, Meta(description="Refused unless null: no response is stored")
+        Any, Meta(description="Refused unless null: no response is stored", extra_json_schema=_NULL)
     ] = None
     conversation: Annotated[
-        str | dict[str, Any] | None, Meta(description="Refused unless null: no conversation is stored")
+        Any, Meta(description="Refused unless null: no conversation is stored", extra_json_schema=_NULL)
     ] = None
     background: Annotated[
-        bool | None, Meta(description="Refused unless false: replies go to a client that waits")
+        Any,
+        Meta(
+            description="Refused unless false: replies go to a client that waits",
+            extra_json_schema={"enum": [False, None]},
+        ),
     ] = None
-    background_options: Annotated[dict[str, Any] | None, Meta(description="Refused unless null")] = None
-    prompt: Annotated[dict[str, Any] | None, Meta(description="Refused unless null: no prompt is stored")] = (
+    background_options: Annotated[Any, Meta(description="Refused unless null", extra_json_schema=_NULL)] = (
         None
     )
+    prompt: Annotated[
+        Any, Meta(description="Refused unless null: no prompt is stored", extra_json_schema=_NULL)
+    ] = None
     context_management: Annotated[
-        list[dict[str, Any]] | None, Meta(description="Refused unless null or empty: nothing is compacted")
+        Any,
+        Meta(
+            description="Refused unless null or empty: nothing is compacted",
+            extra_json_schema={"enum": [[], None]},
+        ),
     ] = None
     moderation: Annotated[
-        dict[str, Any] | None, Meta(description="Refused unless null: there is no moderation model")
+        Any, Meta(description="Refused unless null: there is no moderation model", extra_json_schema=_NULL)
     ] = None
-    access_programs: Annotated[dict[str, Any] | None, Meta(description="Refused unless null")] = None
+    access_programs: Annotated[Any, Meta(description="Refused unless null", extra_json_schema=_NULL)] = None
     image: Annotated[
-        dict[str, Any] | None, Meta(description="Refused unless null: models here read text only")
+        Any, Meta(description="Refused unless null: models here read text only", extra_json_schema=_NULL)
     ] = None
 
     @property
@@ -212,17 +223,20 @@ def read_request(fields: dict[str, Any]) -> ResponsesRequest:
 
 def _refuse(fields: dict[str, Any]) -> None:
     for name, words in _REFUSED.items():
-        if fields.get(name) not in (None, False, []):
+        value = fields.get(name)
+        neutral = {"background": value is False, "context_management": value == []}
+        if value is not None and not neutral.get(name):
             raise RequestError(f"'{name}' is not supported by this server: {words}", param=name)
 
 
 def _check_names(request: ResponsesRequest) -> None:
-    names = [tool.name for tool in request.tools or ()]
-    for i, name in enumerate(names):
-        if name in names[:i]:
+    names: set[str] = set()
+    for i, tool in enumerate(request.tools or ()):
+        if tool.name in names:
             raise RequestError(
-                f"'tools.{i}.name' {strict.shown(name)} is given to two tools", param=f"tools.{i}.name"
+                f"'tools.{i}.name' {strict.shown(tool.name)} is given to two tools", param=f"tools.{i}.name"
             )
+        names.add(tool.name)
     choice = request.tool_choice
     if isinstance(choice, ToolChoice):
         wanted = [("name", choice.name)] if choice.name is not None else []

@@ -211,10 +211,12 @@ def read_turns(given: Any, instructions: str | None) -> list[dict[str, Any]]:
                 f"'input.{i}' must be an object; given: {strict.shown(fields)}", param=f"input.{i}"
             )
         history.add(f"input.{i}.", fields)
-    for turn in history.turns:
+    if not turns:
+        raise RequestError("'input' holds nothing that the model can read", param="input")
+    for turn in turns:
         # Reasoning or calls alone: there was no text.
         turn.setdefault("content", "")
-    return history.turns
+    return turns
 
 
 class _History:

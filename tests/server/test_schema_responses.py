@@ -8,6 +8,7 @@ import pytest
 from engine import RequestError
 from server.schema.responses_api import ResponsesRequest, read_request
 from server.schema.responses_items import read_turns
+from server.schema.responses_reply import Response, StreamEvent
 
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 
@@ -44,6 +45,8 @@ def body(**fields):
         ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
         ({"conversation": "conv_1"}, "conversation", "nothing is stored"),
         ({"background": True}, "background", "waits"),
+        ({"background": 0}, "background", "waits"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management", "truncation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "stored prompts"),
         ({"moderation": {"model": "x"}}, "moderation", "moderation"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "16"),
@@ -171,6 +174,7 @@ def test_reasoning_that_cannot_be_read_leaves_no_trace():
     [
         (3, "input", "given: 3"),
         ([], "input", "at least one item"),
+        ([{"type": "reasoning", "encrypted_content": "g"}], "input", "nothing that the model can read"),
         (["hi"], "input.0", "must be an object"),
         ([{"role": "tool", "content": "x"}], "input.0.role", '"tool"'),
         ([{"role": "user"}], "input.0.content", "required"),
@@ -201,7 +205,8 @@ def test_a_broken_item_is_named(given, param, words):
 
 def test_every_field_says_what_it_is_for():
     """The document and the field table are made of these words."""
-    _, schemas = msgspec.json.schema_components([ResponsesRequest], ref_template="#/{name}")
+    shapes = [ResponsesRequest, Response, StreamEvent]
+    _, schemas = msgspec.json.schema_components(shapes, ref_template="#/{name}")
     for name, schema in schemas.items():
         for field, found in schema["properties"].items():
-            assert found.get("description"), f"{name}.{field}"
+            assert found.get("description") or field == "type", f"{name}.{field}"

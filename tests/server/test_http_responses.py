@@ -145,7 +145,7 @@ async def test_both_ways_of_streaming_rebuild_the_response():
 
 
 async def test_tools_make_a_round_trip():
-    """Calls are items; sent back with their outputs they are part of the next prompt."""
+    """O077: each call is an item with its own id; sent back with their outputs they are in the next prompt."""
     replies = iter([CALLS, CALLS, "Nothing there."])
     said: dict[int, list[int]] = {}
 

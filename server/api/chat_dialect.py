@@ -31,6 +31,7 @@ class ChatDialect:
     """Writes one chat's reply."""
 
     marks_done = True
+    opens_empty = True
 
     def whole(self, order: Order, replies: Sequence[Reply], tally: Tally) -> ChatCompletion:
         """Write a whole reply."""

@@ -28,6 +28,7 @@ class CompletionDialect:
     """Replies and events of text completions, which have one shape."""
 
     marks_done = True
+    opens_empty = False
 
     def whole(self, order: Order, replies: Sequence[Reply], tally: Tally) -> Completion:
         """Write a whole reply."""
@@ -41,8 +42,6 @@ class CompletionDialect:
     def update(self, order: Order, update: Update, tally: Tally | None) -> Iterable[Event]:
         """Write a piece; the end of a choice has no text."""
         text = "".join(part.text for part in update.parts)
-        if not text and update.finish_reason is None and not update.token_ids:
-            return ()
         usage, perf = closing(order, tally)
         return (Event(self._write(order, (_choice(update, text),), usage, perf)),)
 

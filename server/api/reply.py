@@ -77,10 +77,14 @@ class Dialect(Protocol):
 
     A stream is `begin`, then an `update` for each piece, then `end`, or `failure` instead of what is left.
     `update` gets the tally with the last piece of the last choice. `marks_done`: [DONE] ends the stream.
+    `opens_empty`: a choice begins with an update of its own even while it has nothing to show.
     """
 
     @property
     def marks_done(self) -> bool: ...
+
+    @property
+    def opens_empty(self) -> bool: ...
 
     def whole(self, order: Order, replies: Sequence[Reply], tally: Tally) -> Any:
         """Write a whole reply."""
@@ -315,7 +319,7 @@ class _Stream:
         untold = self._untold.pop(index, _Untold())
         untold = _Untold(untold.token_ids + piece.token_ids, untold.entries + piece.entries)
         updates = []
-        if piece.parts or index not in self._begun:
+        if piece.parts or (self._dialect.opens_empty and index not in self._begun):
             updates.append(self._update(piece, piece.parts, piece.call_ids, untold, ended=False))
             untold = _Untold()
         if piece.finish_reason is not None:

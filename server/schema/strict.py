@@ -20,7 +20,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 SHOWN_CHARS = 100
 
-_WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
 
 
 def loads(body: bytes) -> dict[str, Any]:

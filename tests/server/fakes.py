@@ -243,8 +243,11 @@ class FakeEngine:
     def _step(self, stream: FakeStream) -> None:
         request = stream.request
         if stream.receipt is None:
-            cached = self._match(request)
-            stream.receipt = CacheReceipt(len(request.prompt), cached, len(request.prompt) - cached)
+            stored = self._stored(request)
+            cached = min(stored, len(request.prompt) - 1)
+            if request.cache_max_len is not None:
+                cached = min(cached, request.cache_max_len)
+            stream.receipt = CacheReceipt(len(request.prompt), cached, len(request.prompt) - stored)
             self._totals[0] += stream.receipt.prompt_tokens
             self._totals[1] += stream.receipt.cached_tokens
         at = self.generated[id(stream)]
@@ -298,7 +301,7 @@ class FakeEngine:
             prompt_logprobs=scored,
         )
 
-    def _match(self, request: EngineRequest) -> int:
+    def _stored(self, request: EngineRequest) -> int:
         best = 0
         for namespace, prompt in self._cached:
             if namespace == request.namespace:
@@ -307,8 +310,7 @@ class FakeEngine:
                     (i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(request.prompt))
                 )
                 best = max(best, same)
-        best = min(best, len(request.prompt) - 1)
-        return best if request.cache_max_len is None else min(best, request.cache_max_len)
+        return best
 
 
 class Client:

@@ -57,6 +57,9 @@ async def test_an_own_reply_may_be_sent_back_as_the_client_dumps_it():
         assert status == 200, body
 
 
+CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -72,8 +75,12 @@ async def test_an_own_reply_may_be_sent_back_as_the_client_dumps_it():
             "messages.0.content.0.type",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text"),
-        ([{"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}], "messages.0.tool_calls"),
-        ([{"role": "tool", "content": "a"}], "messages.0.role"),
+        (
+            [{"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}],
+            "messages.0.tool_calls[0].function",
+        ),
+        ([{"role": "user", "content": "a", "tool_calls": [CALL]}], "messages.0.tool_calls"),
+        ([{"role": "user", "content": "a", "reasoning_content": "b"}], "messages.0.reasoning_content"),
     ],
 )
 async def test_broken_turns_are_refused_and_named(messages, param):

@@ -44,7 +44,7 @@ async def test_a_prompt_counts_once_however_many_choices_it_has() -> None:
 
 @pytest.mark.parametrize("include_usage", [None, True, False])
 async def test_a_stream_of_choices_adds_up_to_the_whole_reply(include_usage: bool | None) -> None:
-    """O053, O054: one finish reason a choice, in its last event; one usage, the same as of the whole reply."""
+    """O053, O054: one finish reason a choice, in its last event; one usage, as in the whole reply."""
     async with running(FakeEngine(by_choice)) as client:
         fields: dict[str, Any] = {"n": 3}
         if include_usage is not None:

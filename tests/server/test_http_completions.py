@@ -41,8 +41,8 @@ async def test_cached_tokens_are_always_reported_and_inside_the_prompt():
     """O023: cached is part of prompt_tokens; total = prompt + completion. A repeat reports n - 1."""
     async with running(FakeEngine()) as client:
         cold, warm = await client.complete("abcdef"), await client.complete("abcdef")
-        assert cold["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-        assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+        assert cold["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 6}
+        assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": 5, "cache_write_tokens": 0}
         for usage in (cold["usage"], warm["usage"]):
             assert usage["prompt_tokens"] == 6
             assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]

@@ -75,7 +75,7 @@ async def test_usage_rides_on_the_last_finish_chunk_by_default():
         assert all("usage" not in event and "perf_metrics" not in event for event in early)
         assert last["choices"][0]["finish_reason"] == "stop"
         assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (4, 24)
-        assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 4}
         metrics = last["perf_metrics"]
         assert metrics["prompt-tokens"] == headers["fireworks-prompt-tokens"] == "4"
         assert float(metrics["server-time-to-first-token"]) <= float(metrics["server-processing-time"])

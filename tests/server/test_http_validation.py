@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -51,12 +52,33 @@ async def test_each_field_of_a_wrong_type_or_out_of_range_is_named(path):
         "context_length_exceeded_behavior": ["maybe", 1],
         "perf_metrics_in_response": ["yes", 1],
         "return_token_ids": ["yes", 0],
+        "n": ["1", 0, 129, True, 1.0],
+        "typical_p": [0, 1.1, "1"],
+        "frequency_penalty": [2.1, -2.1, "0", True],
+        "presence_penalty": [2.1, -2.1, "0", True],
+        "repetition_penalty": [0, -1, 2.1, "1"],
+        "mirostat_target": [-1, "5", True],
+        "mirostat_lr": [-0.1, "1"],
+        "logit_bias": [[], "x", 5],
+        "stop_token_ids": [5, "1", [-1], ["a"], [True], [1.5]],
+        "min_tokens": [-1, "1", 1.5],
+        "logprobs": ["1", 6, -1, [], {}],
+        "top_logprobs": ["1", -1, 21, True],
+        "echo": ["true", 0, 1],
+        "echo_last": [-1, "1", True],
+        "response_format": ["text", 5, [], {}],
+        "reasoning_effort": ["loads", -1, [], 1.5],
+        "reasoning_history": ["all", True],
+        "thinking": [True, "on", {}, {"type": "maybe"}, {"type": "enabled", "budget_tokens": 5}],
+        "raw_output": ["yes", 1],
+        "metadata": [[], {"a": 5}, {"a": None}, {"x" * 65: "a"}, {str(i): "a" for i in range(17)}],
+        "service_tier": ["urgent", True],
     }
     async with running(FakeEngine()) as client:
         for name, values in wrong.items():
             for value in values:
                 error = await refused(client, path, body_for(path, **{name: value}))
-                assert error["param"].split("[")[0] == name, (name, value, error)
+                assert re.split(r"[.\[]", error["param"])[0] == name, (name, value, error)
         error = await refused(client, path, body_for(path, temperature=2.5))
         assert "2.5" in error["message"]
         assert "2.0" in error["message"]
@@ -70,7 +92,10 @@ async def test_null_is_the_same_as_absent(path):
         "stream_options user prompt_cache_key prompt_cache_isolation_key cache_salt prompt_cache_max_len "
         "context_length_exceeded_behavior perf_metrics_in_response return_token_ids n logprobs top_logprobs "
         "frequency_penalty presence_penalty logit_bias response_format service_tier tools tool_choice "
-        "functions function_call parallel_tool_calls best_of suffix images prompt_truncate_len"
+        "functions function_call parallel_tool_calls best_of suffix images prompt_truncate_len echo "
+        "echo_last repetition_penalty typical_p mirostat_target mirostat_lr stop_token_ids min_tokens "
+        "raw_output metadata "
+        "reasoning_effort reasoning_history thinking prediction speculation safe_tokenization"
     )
     async with running(FakeEngine()) as client:
         status, body, _ = await client.post(path, body_for(path, **dict.fromkeys(names.split())))
@@ -79,47 +104,35 @@ async def test_null_is_the_same_as_absent(path):
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_neutral_fields_are_taken_and_others_refused_in_words(path):
-    """Fields of later versions: taken while they ask for nothing, else 400 naming them. O057, O062, O068."""
-    both = [
-        ("n", 1, [2, 0, True, "1"]),
-        ("echo", False, [True, 0]),
-        ("logprobs", False, [True, 0, 1, 5]),
-        ("top_logprobs", 0, [3, 21, False]),
-        ("frequency_penalty", 0.0, [0.1, False]),
-        ("presence_penalty", 0, [1]),
-        ("repetition_penalty", 1.0, [1.1]),
-        ("logit_bias", {}, [{"5": 1}]),
-        ("response_format", {"type": "text"}, [{"type": "json_object"}, {}, "text", {"type": "xml"}]),
-        ("service_tier", "auto", ["priority"]),
-    ]
-    own = [
-        ("best_of", 1, [2]),
+    """What this server doesn't do is taken while it asks for nothing, else a 400 that names it."""
+    neutral = [
         ("suffix", "", ["x"]),
-        ("tools", [], [[{"type": "function"}]]),
-        ("tool_choice", "auto", ["required", {"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "none", ["any"]),
-        ("parallel_tool_calls", True, [1]),
-        ("functions", [], [[{"name": "f"}]]),
-        ("function_call", "none", [{"name": "f"}]),
+        ("images", [], [["data:image/png;base64,AAAA"]]),
         ("modalities", ["text"], [["text", "audio"]]),
-        ("reasoning_effort", "none", ["high"]),
-        ("prompt_truncate_len", None, [5]),
+        ("audio", None, [{"voice": "x"}]),
+        ("verbosity", "medium", ["low"]),
+        ("web_search_options", None, [{}]),
+        ("include_routing_matrix", False, [True, 0]),
     ]
+    if path == PATHS[0]:
+        neutral += [
+            ("tools", [], [[{"type": "function"}]]),
+            ("tool_choice", "auto", ["required"]),
+            ("functions", [], [[{"name": "f"}]]),
+            ("function_call", "none", [{"name": "f"}]),
+            ("prompt_truncate_len", None, [5]),
+            ("messages", None, [[]]),
+        ]
+    else:
+        neutral += [("best_of", 1, [2, True]), ("prompt", None, ["a"]), ("safe_tokenization", True, [False])]
     async with running(FakeEngine()) as client:
-        status, body, _ = await client.post(
-            path, body_for(path, **{name: value for name, value, _ in both + own})
-        )
-        assert status == 200, body
-        for name, _, values in both + own:
-            for value in values:
-                error = await refused(client, path, body_for(path, **{name: value}))
-                assert error["param"] == name
-                words = (
-                    f"Only {name} = 1 is supported yet"
-                    if name in ("n", "best_of")
-                    else f"'{name}' is not supported yet by this server"
-                )
-                assert error["message"] == words
+        for name, value, others in neutral:
+            status, body, _ = await client.post(path, body_for(path, **{name: value}))
+            assert status == 200, (name, body)
+            for other in others:
+                error = await refused(client, path, body_for(path, **{name: other}))
+                assert error["param"] == name, error
+                assert f"'{name}'" in error["message"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -179,7 +192,9 @@ async def test_more_prompts_than_may_wait_are_refused_before_any_is_run():
 async def test_tolerated_fields_are_ignored_and_unknown_ones_refused(path):
     async with running(FakeEngine()) as client:
         tolerated = {
-            "chat_template_kwargs": {"tokenize": True},
+            "prediction": {"type": "content", "content": "maybe"},
+            "speculation": "maybe",
+            "metadata": {"run": "5"},
             "prompt_cache_retention": "24h",
             "prompt_cache_options": {"ttl": "30m"},
             "store": True,

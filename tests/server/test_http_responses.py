@@ -145,14 +145,9 @@ async def test_both_ways_of_streaming_rebuild_the_response():
 
 
 async def test_tools_make_a_round_trip():
-    """O077: each call is an item with its own id; sent back with their outputs they are in the next prompt."""
-    replies = iter([CALLS, CALLS, "Nothing there."])
-    said: dict[int, list[int]] = {}
-
-    def reply(request):
-        return said.setdefault(id(request), text_ids(next(replies)) if id(request) not in said else [])
-
-    engine = FakeEngine(reply, context=4000)
+    """O077: each call is an item with its own id; sent back with outputs it is part of the next prompt."""
+    replies = [CALLS, CALLS, "Nothing there."]
+    engine = FakeEngine(lambda request: text_ids(replies[engine.submitted.index(request)]), context=4000)
     async with running(engine) as client, sdk(client) as ai:
         first = await ai.responses.create(model=MODEL, input="hi", tools=[LOOK])
         assert "look" in prompt_of(engine)

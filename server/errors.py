@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+from msgspec import UNSET, UnsetType
 
 from engine import (
     ConstraintFailed,
@@ -60,11 +61,18 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorObject
 
 
+class AnthropicErrorDetails(msgspec.Struct, frozen=True):
+    """What Anthropic's clients act on where the type says too little."""
+
+    error_code: str
+
+
 class AnthropicError(msgspec.Struct, frozen=True):
     """Anthropic's error object."""
 
     type: str
     message: str
+    details: AnthropicErrorDetails | UnsetType = UNSET
 
 
 class AnthropicErrorBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +95,8 @@ def anthropic_error(
     if status is None:
         status = {INVALID: 400, UNAVAILABLE: 503}.get(error.type, 500)
     kind = ANTHROPIC_TYPES.get(status, INVALID if status < 500 else "api_error")
-    return AnthropicErrorBody(error=AnthropicError(kind, error.message), request_id=request_id)
+    details = UNSET if error.code is None else AnthropicErrorDetails(error.code)
+    return AnthropicErrorBody(error=AnthropicError(kind, error.message, details), request_id=request_id)
 
 
 class ApiError(HeadwaterError):

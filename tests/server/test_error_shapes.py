@@ -131,7 +131,7 @@ async def test_every_failure_has_anthropics_shape_under_its_path(caplog):
         failing(*(exc for exc, *_ in found)) as url,
         anthropic.AsyncAnthropic(api_key="x", base_url=url, max_retries=0) as user,
     ):
-        for exc, status, _, _ in found:
+        for exc, status, (_, code), _ in found:
             kind, word = ANTHROPIC[status]
             with pytest.raises(kind) as caught:
                 await user.messages.create(model="m", max_tokens=1, messages=[])
@@ -139,7 +139,8 @@ async def test_every_failure_has_anthropics_shape_under_its_path(caplog):
             assert error.status_code == status, exc
             assert error.body.keys() == {"type", "error", "request_id"}
             assert error.body["type"] == "error"
-            assert error.body["error"].keys() == {"type", "message"}
+            details = {} if code is None else {"details": {"error_code": code}}
+            assert error.body["error"] == {"type": word, "message": error.body["error"]["message"]} | details
             assert error.type == word
             assert error.body["request_id"] == error.request_id
             assert re.fullmatch(r"req-[0-9a-f]{32}", error.request_id)

@@ -59,6 +59,12 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTA
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
 
 
+class ThreadUnsupported(RequestError):
+    """The server is to keep the conversation, which it doesn't. Clients know the code and send all of it."""
+
+    code = "thread_unsupported_request"
+
+
 class Conversation(Closed, frozen=True, kw_only=True):
     """The fields of which a prompt is made."""
 
@@ -171,9 +177,8 @@ def _present(fields: dict[str, Any]) -> dict[str, Any]:
         if name not in ABSENT:
             found[name] = value
         elif value is not None and not any(_same(value, neutral) for neutral in ABSENT[name]):
-            raise RequestError(
-                f"'{name}' is not supported by this server; given: {strict.shown(value)}", param=name
-            )
+            kind = ThreadUnsupported if name == "thread" else RequestError
+            raise kind(f"'{name}' is not supported by this server; given: {strict.shown(value)}", param=name)
     _refuse_server_tools(fields.get("tools"))
     return found
 

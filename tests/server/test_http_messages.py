@@ -217,6 +217,32 @@ async def test_a_call_goes_to_the_client_and_its_result_back(per_delta):
         assert answer.usage.cache_read_input_tokens > 300
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_clients_own_tool_loop_runs_to_its_end(stream):
+    """It asks for a conversation kept by the server, and goes on without when told that there is none."""
+    calls = []
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """Tells the weather of a city.
+
+        Args:
+            city: Where.
+        """
+        calls.append(city)
+        return "25 C"
+
+    replies = [CALL, "Sunny."]
+    engine = FakeEngine(
+        lambda request: text_ids(replies[b"tool_response" in bytes(i for i in request.prompt if i < 256)]),
+        context=5000,
+    )
+    async with running(engine) as client, sdk(client) as ai:
+        runner = ai.beta.messages.tool_runner(**ask(), tools=[weather], stream=stream)
+        final = await runner.until_done()
+        assert (final.content[0].text, calls) == ("Sunny.", ["Rome"])
+
+
 async def test_several_calls_are_blocks_of_their_own():
     """O077: each call once, with an id of its own, white space between them is no text."""
     second = CALL.replace("Rome", "Oslo")
@@ -289,6 +315,8 @@ async def test_a_reply_can_be_bound_to_a_schema():
         message = await ai.messages.create(**ask(output_config=wanted))
         assert json.loads(message.content[0].text) == {"a": 1}
         assert engine.submitted[-1].constraint is not None
+        parsed = await ai.messages.parse(**ask(), output_format=dict[str, int])
+        assert parsed.parsed_output == {"a": 1}
 
 
 async def test_a_count_takes_all_of_the_prompt_and_needs_no_room():

@@ -66,6 +66,7 @@ class Scheduler:
         self._copy_sources: list[Node] = []
         self._wipe: list[int] = []
         self._in_flight: StepPlan | None = None
+        self._crowded = False  # the step that is being planned has no place for another
         self._next_id = 0
         self._planner = CascadePlanner(limits.rules(pool.page_size))
         self._pace = 1.0  # how long steps take lately, as a multiple of what `costs` predicts
@@ -149,11 +150,10 @@ class Scheduler:
         costs = self.costs.scaled(self._pace)
         budget = StepBudget(self.limits.max_step_tokens, self.limits.step_ms, costs)
         chunks: dict[Sequence, Chunk] = {}
-        preempted = self.counters.preemptions
+        self._crowded = False
         self._plan_decodes(budget, chunks)
         self._plan_prefills(budget, chunks)
-        if self.counters.preemptions == preempted:
-            self._admit_waiting(budget, chunks)
+        self._admit_waiting(budget, chunks)
         if not chunks:
             return None
         wipe, self._wipe = self._wipe, []
@@ -173,16 +173,19 @@ class Scheduler:
                 chunks[seq] = Chunk(seq, 1)
 
     def _plan_prefills(self, budget: StepBudget, chunks: dict[Sequence, Chunk]) -> None:
-        """The next chunk of each admitted prompt, in order."""
-        for seq in [s for s in self._running if s.prefilling]:
-            if seq.state is not State.RUNNING:
-                continue
+        """The next chunk of each admitted prompt, in order; who waits and comes before it begins first."""
+        while (seq := self._next_prefill(chunks)) is not None:
+            self._admit_waiting(budget, chunks, before=seq)
+            seq = self._next_prefill(chunks) or seq  # one that is waited for has come forward
             rows = budget.chunk(seq.computed, _most_rows(seq, seq.computed))
             if rows == 0:
                 return
             if self._make_room(seq, seq.computed + rows, chunks):
                 budget.add_chunk(seq.computed, rows)
                 chunks[seq] = Chunk(seq, rows)
+
+    def _next_prefill(self, chunks: dict[Sequence, Chunk]) -> Sequence | None:
+        return next((s for s in self._running if s.prefilling and s not in chunks), None)
 
     def _make_room(self, seq: Sequence, end: int, chunks: dict[Sequence, Chunk]) -> bool:
         """Take pages up to token `end`, preempting the last in order while there are too few.
@@ -207,6 +210,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Publish what it has and let it wait again, in its old place; its pages can now be evicted."""
         self.counters.preemptions += 1
+        self._crowded = True
         self.tables.publish(seq, tail=True)
         self.tables.release(seq)
         self._running.remove(seq)
@@ -217,11 +221,15 @@ class Scheduler:
 
     # -- admission -------------------------------------------------------------------------------
 
-    def _admit_waiting(self, budget: StepBudget, chunks: dict[Sequence, Chunk]) -> None:
-        """Admit in order of priority and arrival; who waits for another's prefix is passed over, who lacks
-        room is not."""
+    def _admit_waiting(
+        self, budget: StepBudget, chunks: dict[Sequence, Chunk], before: Sequence | None = None
+    ) -> None:
+        """Admit in order of priority and arrival, all or those that come before another; who waits for
+        another's prefix is passed over, who lacks room is not."""
         admitted = []
         for seq in self._waiting:
+            if self._crowded or (before is not None and before.rank < seq.rank):
+                break
             if len(self._running) >= self.limits.max_running or budget.rows_left == 0:
                 break
             if self._still_parked(seq) or (self.paused and seq.receipt is None):
@@ -232,6 +240,7 @@ class Scheduler:
             rows = budget.chunk(match.length, _most_rows(seq, match.length))
             fitting = self._fitting(seq, match)
             if rows == 0 or fitting is None:
+                self._crowded = True
                 break
             rows = min(
                 rows + match.length - fitting.length, _most_rows(seq, fitting.length), budget.rows_left

@@ -7,38 +7,17 @@ What a sequence's tokens are is told from outside (`truth`), so that the schedul
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from engine.plan import CascadeLevel, StepPlan, StepResult
-from engine.types import EngineRequest, FinishReason
+from engine.errors import ConstraintFailed
+from engine.plan import CascadeLevel, SampleRow, StepPlan, StepResult, needs_tokens
+from engine.types import EngineRequest, TokenLogprob
+from tests.engine.scheduling.truth import allowed, bound_after, choose, score
 
 VOCABULARY = 4  # tokens 0 .. 3: small, so that sequences meet and part inside pages all the time
-STOP = 3
-
 EMPTY = 0  # a row nobody has written, or of a page that was freed since
 NAN = -1  # a row that a failed step wrote
-
-
-def choose(seed: int, tokens: Iterable[int]) -> int:
-    """The token that follows: a fixed function of seed and tokens, a stop token about once in nine."""
-    digest = zlib.crc32(repr((seed, list(tokens))).encode()) >> 3
-    return STOP if digest % 9 == 0 else digest % 3
-
-
-def alone(request: EngineRequest, seed: int, context: int) -> tuple[list[int], FinishReason]:
-    """What the request gives without cache, chunks or company."""
-    tokens = list(request.prompt)
-    params = request.params
-    while params.max_tokens > 0:
-        token = choose(seed, tokens)
-        tokens.append(token)
-        if token in params.stop_token_ids and not params.ignore_eos:
-            return tokens[len(request.prompt) :], "stop"
-        if len(tokens) - len(request.prompt) >= params.max_tokens or len(tokens) >= context:
-            break
-    return tokens[len(request.prompt) :], "length"
 
 
 class Truth(NamedTuple):
@@ -57,6 +36,7 @@ class FakeRunner:
         self.page_size = page_size
         self.truth: dict[int, Truth] = {}
         self.rows_run = 0
+        self.rows_scored = 0
         self._memory = [[EMPTY] * page_size for _ in range(num_pages)]
         self._labels: dict[object, int] = {}
 
@@ -79,8 +59,22 @@ class FakeRunner:
         self._write(plan, bad)
         self._check_attention(plan, bad)
         self.rows_run += plan.rows
-        tokens = [choose(s.seed, self.truth[i].tokens) for s, i in self._samples(plan)]
-        return StepResult(tokens=tuple(tokens), logprobs=(None,) * len(tokens), bad=bad)
+        tokens, errors = list[int](), dict[int, str]()
+        for j, (sample, id) in enumerate(self._samples(plan)):
+            try:
+                allow = allowed(sample.constraint, sample.generated)
+                tokens.append(choose(sample.seed, self.truth[id].tokens, allow))
+            except ConstraintFailed as error:
+                tokens.append(0)
+                errors[j] = str(error)
+        return StepResult(
+            tokens=tuple(tokens),
+            logprobs=(None,) * len(tokens),
+            bad=bad,
+            bounds=tuple(bound_after(s.params, s.bound, s.position) for s in plan.samples),
+            errors=errors,
+            scores=self._score(plan, bad),
+        )
 
     def run_and_raise(self, plan: StepPlan, *, early: bool) -> None:
         """A step that raises: before it did anything (`early`), or after it wrote garbage."""
@@ -131,6 +125,40 @@ class FakeRunner:
             assert sample.prompt_index == truth.request.prompt_index
             assert sample.choice_index == truth.request.choice_index
             assert sample.position == len(truth.tokens) - len(truth.request.prompt)
+            self._check_sample(sample, truth)
+
+    def _check_sample(self, sample: SampleRow, truth: Truth) -> None:
+        """What a choice depends on beside the row: the tokens so far, where asked for, and the bound."""
+        request = truth.request
+        told = request.constraint is not None or needs_tokens(request.params)
+        assert sample.constraint is request.constraint
+        assert tuple(sample.prompt) == (request.prompt if told else ())
+        generated = truth.tokens[len(request.prompt) :]
+        assert list(sample.generated) == (generated if told else [])
+        bound = None
+        for position in range(len(generated)):
+            bound = bound_after(request.params, bound, position)
+        assert sample.bound == bound, "mirostat starts anew"
+
+    def _score(self, plan: StepPlan, bad: frozenset[int]) -> tuple[tuple[TokenLogprob, ...], ...]:
+        """Log-probabilities that depend on the whole prefix of the very row that is named."""
+        owners = [score.sequence for score in plan.scores]
+        assert len(set(owners)) == len(owners), "a sequence is scored twice"
+        found = []
+        for rows in plan.scores:
+            assert 0 <= rows.first < rows.first + len(rows.targets) <= plan.rows
+            answers = [
+                score(*self._prefix(plan, row), target, rows.top)
+                for row, target in enumerate(rows.targets, rows.first)
+            ]
+            self.rows_scored += len(answers)
+            found.append(() if rows.sequence in bad else tuple(answers))
+        return tuple(found)
+
+    def _prefix(self, plan: StepPlan, row: int) -> tuple[Sequence[int], int]:
+        """The tokens of the sequence that row `row` belongs to, and how many the row has seen."""
+        index = int((plan.row_indptr <= row).sum()) - 1
+        return self.truth[plan.sequence_ids[index]].tokens, int(plan.attention.positions[row]) + 1
 
     def _samples(self, plan: StepPlan):
         return [(s, plan.sequence_ids[i]) for s, i in zip(plan.samples, plan.sample_sequences, strict=True)]

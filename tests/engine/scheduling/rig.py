@@ -11,8 +11,18 @@ from engine.plan import CascadeLevel, Int32, StepCosts, StepPlan
 from engine.scheduling.cascade import CascadePlanner, Planned, Rules
 from engine.scheduling.limits import Limits
 from engine.scheduling.scheduler import Scheduler
-from engine.types import CacheReceipt, EngineRequest, FinishReason, SamplingParams
-from tests.engine.scheduling.fake_runner import STOP, FakeRunner, Truth, alone
+from engine.scheduling.sequence import Sequence as Queued
+from engine.types import (
+    CacheReceipt,
+    Constraint,
+    Delta,
+    EngineRequest,
+    FinishReason,
+    SamplingParams,
+    TokenLogprob,
+)
+from tests.engine.scheduling.fake_runner import FakeRunner, Truth
+from tests.engine.scheduling.truth import STOP, alone, scores
 
 
 class Stream:
@@ -21,16 +31,27 @@ class Stream:
     def __init__(self, request: EngineRequest, seed: int, context: int) -> None:
         self.request = request
         self.expected, self.natural = alone(request, seed, context)
+        self.expected_scores = scores(request)
+        self.scores: tuple[TokenLogprob | None, ...] = ()
+        self.error: str | None = None
         self.tokens: list[int] = []
         self.receipts: list[CacheReceipt | None] = []
         self.finish: FinishReason | None = None
         self.ended_by: set[FinishReason] = set()
 
     @property
-    def cached(self) -> int:
+    def receipt(self) -> CacheReceipt:
         receipt = self.receipts[-1]
         assert receipt is not None, "it never ran"
-        return receipt.cached_tokens
+        return receipt
+
+    @property
+    def cached(self) -> int:
+        return self.receipt.cached_tokens
+
+    @property
+    def written(self) -> int:
+        return self.receipt.written_tokens
 
     @property
     def all_tokens(self) -> tuple[int, ...]:
@@ -87,6 +108,7 @@ class Rig:
         self.scheduler._planner = self.planner
         self.runner = FakeRunner(pages + 1, page_size)
         self.streams: dict[int, Stream] = {}
+        self.ended: list[int] = []
         self.in_flight: StepPlan | None = None
 
     # -- operations ------------------------------------------------------------------------------
@@ -100,10 +122,23 @@ class Rig:
         seed: int = 0,
         ignore_eos: bool = True,
         cache_max_len: int | None = None,
+        prompt_logprobs: int | None = None,
+        prompt_logprobs_from: int = 0,
+        priority: int = 0,
+        constraint: Constraint | None = None,
+        **params: float,
     ) -> int:
-        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,), ignore_eos=ignore_eos)
         request = EngineRequest(
-            request_id="same for all", prompt=tuple(prompt), params=params, cache_max_len=cache_max_len
+            request_id="same for all",
+            prompt=tuple(prompt),
+            params=SamplingParams(
+                max_tokens=max_tokens, stop_token_ids=(STOP,), ignore_eos=ignore_eos, **params
+            ),
+            cache_max_len=cache_max_len,
+            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs_from=prompt_logprobs_from,
+            priority=priority,
+            constraint=constraint,
         )
         id = self.scheduler.submit(request, namespace, seed)
         assert id not in self.streams, "an id is used twice"
@@ -114,7 +149,9 @@ class Rig:
 
     def plan(self) -> StepPlan | None:
         assert self.in_flight is None
+        running, waiting = list(self.scheduler._running), list(self.scheduler._waiting)
         self.in_flight = self.scheduler.plan()
+        self._check_order(running, waiting)
         if self.in_flight is not None:
             assert self.in_flight.rows <= self.scheduler.limits.max_step_tokens
             assert self.scheduler.running <= self.scheduler.limits.max_running
@@ -144,6 +181,20 @@ class Rig:
             self.streams[id].ended_by.add(reason)
         self.scheduler.stop(id, reason)
         self.audit()
+
+    def shed(self, priority: int) -> int | None:
+        """The queue is full for a request of `priority`; returns whom that cost his place."""
+        begun = {id for id, s in self.streams.items() if s.receipts or s.finish is not None}
+        begun |= {s.id for s in (*self.scheduler._running, *self.scheduler._waiting) if s.receipt is not None}
+        queue = [(-s.request.priority, id) for id, s in self.streams.items() if id not in begun]
+        last = max(queue, default=None)
+        victim = last[1] if last is not None and -last[0] < priority else None
+        if victim is not None:
+            self.streams[victim].ended_by.add("shed")
+        assert self.scheduler.shed(priority) == (victim is not None)
+        self.audit()
+        assert victim is None or self.streams[victim].finish == "shed"
+        return victim
 
     def preempt(self, id: int) -> None:
         self.scheduler.preempt(id)
@@ -193,6 +244,21 @@ class Rig:
 
     # -- checks ----------------------------------------------------------------------------------
 
+    def _check_order(self, running: list[Queued], waiting: list[Queued]) -> None:
+        """What a plan did for some it did for all before them: places are lost from the end of the order, and
+        won from its beginning, but for those who wait for another's rows or for a new model."""
+        scheduler = self.scheduler
+        lost = [s for s in running if s in scheduler._waiting]
+        kept = [s for s in running if s in scheduler._running]
+        assert all(k.rank < s.rank for k in kept for s in lost), "a place was lost out of order"
+        assert not running or kept or not lost, "the first in order lost its place"
+        won = [s for s in waiting if s in scheduler._running]
+        for seq in scheduler._waiting:
+            held_up = seq.waits_for is not None or (scheduler.paused and seq.receipt is None)
+            assert held_up or all(s.rank < seq.rank for s in won), "a place was won out of turn"
+        for queue in (scheduler._running, scheduler._waiting):
+            assert queue == sorted(queue, key=lambda s: s.rank)
+
     def audit(self) -> None:
         """What must hold after every call."""
         scheduler, tree = self.scheduler, self.scheduler.tree
@@ -230,11 +296,13 @@ class Rig:
             assert stream.finish is None, "something follows the end"
             if delta.receipt is not None or not stream.receipts:
                 self._check_receipt(stream, delta.receipt, ended=delta.finish_reason is not None)
+            self._check_scores(stream, delta)
             stream.tokens += delta.token_ids
             self.runner.truth[id].tokens.extend(delta.token_ids)
             assert stream.tokens == stream.expected[: len(stream.tokens)], "not what it gives alone"
-            stream.finish = delta.finish_reason
+            stream.finish, stream.error = delta.finish_reason, delta.error
             if delta.finish_reason is not None:
+                self.ended.append(id)
                 self._check_end(stream)
                 assert (delta.error is not None) == (delta.finish_reason == "error")
             else:
@@ -250,11 +318,23 @@ class Rig:
             cap = len(request.prompt) - 1
             if request.cache_max_len is not None:
                 cap = min(cap, request.cache_max_len)
+            if request.prompt_logprobs is not None and request.prompt_logprobs_from < len(request.prompt):
+                cap = min(cap, max(request.prompt_logprobs_from - 1, 0))
             assert receipt.prompt_tokens == len(request.prompt)
             assert receipt.cached_tokens + receipt.computed_tokens == len(request.prompt)
             assert 0 <= receipt.cached_tokens <= cap
+            assert 0 <= receipt.written_tokens <= receipt.computed_tokens
         assert all(r == receipt for r in stream.receipts), "the receipt changed"
         stream.receipts.append(receipt)
+
+    def _check_scores(self, stream: Stream, delta: Delta) -> None:
+        """Whole and right, with the first delta of a finished prefill, and never again."""
+        if delta.prompt_logprobs:
+            assert not stream.tokens, "log-probabilities of the prompt come late"
+            assert delta.prompt_logprobs == stream.expected_scores
+            stream.scores = delta.prompt_logprobs
+        elif delta.token_ids or (delta.finish_reason == stream.natural and not stream.ended_by):
+            assert stream.scores == stream.expected_scores, "log-probabilities of the prompt are missing"
 
     def _check_end(self, stream: Stream) -> None:
         if stream.finish == stream.natural and stream.tokens == stream.expected:

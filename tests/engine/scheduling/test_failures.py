@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.plan import StepResult
-from tests.engine.scheduling.fake_runner import choose
 from tests.engine.scheduling.rig import Rig
+from tests.engine.scheduling.truth import choose
 
 PROMPT = tuple(range(100, 121))
 

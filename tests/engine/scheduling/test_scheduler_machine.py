@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from engine.plan import StepCosts
-from tests.engine.scheduling.fake_runner import VOCABULARY, choose
+from tests.engine.scheduling.fake_runner import VOCABULARY
 from tests.engine.scheduling.rig import Rig
+from tests.engine.scheduling.truth import Script, choose
 
 EXAMPLES = int(os.environ.get("SCHEDULER_EXAMPLES", "60"))
 TOKENS = st.integers(0, VOCABULARY - 2)
@@ -19,19 +21,30 @@ TEMPLATES = (
     (0, 1, 2, 0, 1, 1, 0, 0, 2, 2, 1, 0, 1, 2, 0, 0, 0, 1, 2, 2, 1, 1, 0, 2),
     (2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2),
 )
+SCRIPTS = ((0,), (1,), (6,), (30,), (30, 4), (30, 0), (30, 1000, 3))  # of constraints; some can't be followed
 
-
+HOW = st.fixed_dictionaries(
+    {
+        "max_tokens": st.sampled_from((0, 1, 2, 3, 5, 9, 12, 20, 40)),
+        "namespace": st.sampled_from((None, None, None, "", ("a", "b"))),
+        "seed": st.integers(0, 1),
+        "ignore_eos": st.booleans(),
+        "cache_max_len": st.sampled_from((None, None, None, None, None, 0, 1, 6)),
+        "prompt_logprobs": st.sampled_from((None, None, None, 0, 2)),
+        "prompt_logprobs_from": st.sampled_from((0, 0, 1, 2, 5, 12, 100)),
+        "priority": st.sampled_from((0, 0, 0, 1, -1)),
+        "script": st.sampled_from((None, None, None, None, *SCRIPTS)),
+        "repetition_penalty": st.sampled_from((1.0, 1.0, 1.0, 1.5)),
+        "mirostat_target": st.sampled_from((0.0, 0.0, 0.0, 3.0)),
+    }
+)
 CALLS = st.tuples(
     st.sampled_from(range(len(TEMPLATES))),
     st.integers(1, 24),  # tokens of the template that are kept
     st.lists(TOKENS, max_size=3),
-    st.sampled_from((0, 1, 2, 3, 5, 9, 12, 20, 40)),  # max_tokens
-    st.sampled_from((None, None, None, "", ("a", "b"))),  # namespace
-    st.integers(0, 1),  # seed
-    st.booleans(),  # ignore_eos
-    st.sampled_from((None, None, None, None, None, 0, 1, 6)),  # cache_max_len
+    HOW,
 )
-Call = tuple[int, int, list[int], int, object, int, bool, int | None]
+Call = tuple[int, int, list[int], dict[str, Any]]
 
 
 class CalmMachine(RuleBasedStateMachine):
@@ -70,15 +83,10 @@ class CalmMachine(RuleBasedStateMachine):
     # -- arrivals --------------------------------------------------------------------------------
 
     def _submit(self, prompt: list[int], call: Call) -> None:
-        *_, max_tokens, namespace, seed, ignore_eos, cache_max_len = call
-        self.rig.submit(
-            prompt[: self.rig.scheduler.limits.context - 1],
-            max_tokens,
-            namespace=namespace,
-            seed=seed,
-            ignore_eos=ignore_eos,
-            cache_max_len=cache_max_len,
-        )
+        how = dict(call[3])
+        script = how.pop("script")
+        prompt = prompt[: self.rig.scheduler.limits.context - 1]
+        self.rig.submit(prompt, constraint=Script(*script) if script is not None else None, **how)
 
     @rule(calls=st.lists(CALLS, min_size=1, max_size=4))
     def submit(self, calls: list[Call]) -> None:
@@ -94,7 +102,7 @@ class CalmMachine(RuleBasedStateMachine):
         stream = self.rig.streams[at % len(self.rig.streams)]
         tokens = list(stream.all_tokens)
         for _ in range(ahead):
-            tokens.append(choose(call[5], tokens))
+            tokens.append(choose(call[3]["seed"], tokens))
         self._submit([*tokens[: len(tokens) - cut], *call[2]] or [1], call)
 
     @precondition(lambda self: self.rig.streams)
@@ -123,7 +131,8 @@ class CalmMachine(RuleBasedStateMachine):
 
 
 class RoughMachine(CalmMachine):
-    """The same with failing steps, numbers that are not finite, clients that leave, and a cleared cache."""
+    """The same with failing steps, numbers that are not finite, clients that leave or lose their place, and a
+    cleared cache."""
 
     @rule(picks=st.sets(st.integers(0, 7), min_size=1, max_size=3))
     def commit_with_bad_rows(self, picks: set[int]) -> None:
@@ -151,6 +160,11 @@ class RoughMachine(CalmMachine):
     @rule()
     def clear(self) -> None:
         self.rig.clear()
+
+    @rule(priority=st.integers(-1, 2))
+    def shed(self, priority: int) -> None:
+        """The queue is full for one more of this priority."""
+        self.rig.shed(priority)
 
     @rule(paused=st.booleans())
     def pause(self, paused: bool) -> None:

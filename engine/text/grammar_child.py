@@ -1,8 +1,8 @@
 """Compiles grammars where they can do no harm: in a process with bounded time, memory and stack.
 
 It runs as a script of its own and imports nothing of Headwater's. The first line it reads is the vocabulary
-and the limits, every other one a grammar; it answers each with one line. A grammar that takes too much ends
-this process, by the system's hand: that is the answer then.
+and the time limits, every other one a grammar; it answers each with one line. A grammar that takes too much
+ends this process, by the system's hand: that is the answer then.
 """
 
 from __future__ import annotations
@@ -45,16 +45,15 @@ class Trial:
             TokenizerWrapper(vocabulary), n_vocab=len(setup["tokens"]), eos_token=setup["eos_ids"]
         )
         vocabulary.tokenizer = self._tokenizer
-        self._limits = LLParserLimits(**setup["limits"])
         self._seconds = setup["seconds"]
         self._mask_seconds = setup["mask_seconds"]
         self._ends = frozenset(setup["eos_ids"])
 
-    def run(self, grammar: str) -> dict[str, Any]:
+    def run(self, grammar: str, limits: dict[str, Any]) -> dict[str, Any]:
         """Return the error, or None, and the CPU seconds that compiling took."""
         signal.setitimer(signal.ITIMER_PROF, self._seconds)  # its signal ends the process
         started = time.process_time()
-        matcher = LLMatcher(self._tokenizer, grammar, limits=self._limits, log_level=0)
+        matcher = LLMatcher(self._tokenizer, grammar, limits=LLParserLimits(**limits), log_level=0)
         seconds = time.process_time() - started
         error = matcher.get_error() or self._follow(matcher)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -93,7 +92,7 @@ def serve() -> None:
     """Answer until the input ends."""
     trial = Trial(json.loads(sys.stdin.buffer.readline()))
     for line in sys.stdin.buffer:
-        answer = trial.run(json.loads(line))
+        answer = trial.run(**json.loads(line))
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from llguidance import LLMatcher
@@ -13,6 +14,7 @@ from engine.errors import ConstraintFailed
 # longer than a step.
 _WORN_TOKENS = 16_384
 _RENEW_SECONDS = 0.05
+_TOKEN_SECONDS = 0.1  # of CPU: all running sequences wait for a token's mask
 _BYTES_PER_TOKEN = 8 << 10  # of lexer states that a token adds, at worst
 
 
@@ -76,7 +78,9 @@ class GrammarConstraint:
     def mask(self, generated: Sequence[int]) -> bytes:
         """Which tokens may follow, as little-endian bits. Raises ConstraintFailed."""
         self._follow(generated)
+        started = time.thread_time()
         mask = self._matcher.compute_bitmask()
+        self._check_time(started)
         self._grammar.tokens += 1
         if self._matcher.is_error():
             self._recover()
@@ -101,7 +105,10 @@ class GrammarConstraint:
     def _consume(self, token: int) -> None:
         if self._matcher.is_stopped() and not self._matcher.is_error() and token in self._grammar.eos_ids:
             return
-        if not self._matcher.consume_token(token):
+        started = time.thread_time()
+        taken = self._matcher.consume_token(token)
+        self._check_time(started)
+        if not taken:
             self._recover()
             if not self._matcher.consume_token(token):
                 raise self._failed()
@@ -116,6 +123,10 @@ class GrammarConstraint:
         self._matcher, self._shares = matcher, False
         for token in self._seen:
             self._consume(token)
+
+    def _check_time(self, started: float) -> None:
+        if time.thread_time() - started > _TOKEN_SECONDS:
+            raise ConstraintFailed("the grammar can't be followed: a token takes too long; make it simpler")
 
     def _failed(self) -> ConstraintFailed:
         lines = self._matcher.get_error().splitlines()

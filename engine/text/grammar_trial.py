@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import select
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import EngineUnavailable, Overloaded, RequestError
 
 logger = logging.getLogger(__name__)
+
+# In the matcher's errors: where in its own notation, which clients did not write.
+_SOURCE_LINE = re.compile(r"\d+ \|")
+_PLACE = re.compile(r"(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 _SCRIPT = Path(__file__).with_name("grammar_child.py")
 
@@ -32,7 +37,7 @@ class TrialLimits(NamedTuple):
 class Trial:
     """A child process that compiles one grammar at a time, started when first needed.
 
-    `setup` gives what the child needs: vocabulary and limits. Safe in several threads at once.
+    `setup` gives what the child needs: the vocabulary and how long it may take. Safe in several threads.
     """
 
     def __init__(self, setup: Callable[[], dict[str, Any]], limits: TrialLimits) -> None:
@@ -42,15 +47,15 @@ class Trial:
         self._child: subprocess.Popen[bytes] | None = None
         self._stop: weakref.finalize[..., Any] | None = None
 
-    def run(self, grammar: str) -> float:
-        """Return the CPU seconds that compiling took.
+    def run(self, grammar: str, limits: Mapping[str, Any]) -> float:
+        """Return the CPU seconds that compiling took. `limits` are the matcher's.
 
         Raises RequestError where the grammar is bad or takes too much, Overloaded where too many wait.
         """
         if not self._lock.acquire(timeout=self._limits.turn):
             raise Overloaded("too many grammars are being compiled; try again later")
         try:
-            answer = self._ask(grammar)
+            answer = self._ask({"grammar": grammar, "limits": limits})
         finally:
             self._lock.release()
         if answer is None:
@@ -65,17 +70,17 @@ class Trial:
             self._stop()
         self._child = self._stop = None
 
-    def _ask(self, grammar: str) -> dict[str, Any] | None:
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any] | None:
         """The child's answer, or None where it died of the grammar, or had to."""
         if self._child is None or self._child.poll() is not None:
             self._start()
-        if not self._send(grammar):  # it died while it had nothing to do, so not of this grammar
+        if not self._send(question):  # it died while it had nothing to do, so not of this grammar
             self._start()
-            if not self._send(grammar):
+            if not self._send(question):
                 raise EngineUnavailable("the process that checks grammars does not run")
         line = self._receive()
         if not line:
-            logger.warning("A grammar of %d characters took too much to compile", len(grammar))
+            logger.warning("A grammar of %d characters took too much to compile", len(question["grammar"]))
             self.close()
             return None
         answer: dict[str, Any] = json.loads(line)
@@ -125,16 +130,13 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _in_words(error: str) -> str:
-    """The matcher's error for clients: what it says of its own options and state left out."""
-    if error.startswith("follow: "):
-        if "NoExtension" in error:
-            return "no text satisfies it"
-        return f"it is too complex to follow: {_first_lines(error.removeprefix('follow: '))}"
-    if error.startswith("oneOf"):
+    """The matcher's error for clients: what it says of its own options, notation and state is left out."""
+    following = error.startswith("follow: ")
+    lines = [line.strip() for line in error.removeprefix("follow: ").splitlines()]
+    lines = [line for line in lines if line and line != "<non-verbose/>" and not _SOURCE_LINE.match(line)]
+    text = _PLACE.sub("", " ".join(lines))[:300]
+    if following:
+        return "no text satisfies it" if "NoExtension" in text else f"it is too complex to follow: {text}"
+    if text.startswith("oneOf"):
         return "oneOf can't be enforced where one value may match two of its schemas; use anyOf"
-    return _first_lines(error)
-
-
-def _first_lines(error: str) -> str:
-    lines = [line.strip() for line in error.splitlines()]
-    return " ".join(line for line in lines if line and line != "<non-verbose/>")[:300]
+    return text

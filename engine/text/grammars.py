@@ -15,7 +15,8 @@ from engine.text.grammar_matcher import CompiledGrammar
 from engine.text.grammar_source import GrammarSpec, grammar_of
 from engine.text.grammar_trial import Trial, TrialLimits
 
-# Numbers of the matcher's own units of work; measured, a mask stays under about 20 ms with these.
+# In the matcher's own units of work. With GBNF each character is a step of the parser, so it needs many cheap
+# ones; long rows are what takes time there. Measured, a mask stays under 30 ms with these.
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
@@ -25,7 +26,8 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-_MASK_SECONDS = 0.05
+_GBNF_LIMITS = {**_LIMITS, "max_items_in_row": 1_000, "step_max_items": 400_000}
+_MASK_SECONDS = 0.05  # in the trial; what takes longer there is refused
 _REFUSAL_WEIGHT = 4 << 10
 
 
@@ -62,7 +64,6 @@ class Grammars:
         self._capacity, self._memory = capacity, memory
         self._trial_limits = trial or TrialLimits()
         self._trial = Trial(self._child_setup, self._trial_limits)
-        self._limits = LLParserLimits(**_LIMITS)
         self._table_lock = threading.Lock()
         self._made: tuple[TokenTable, LLTokenizer] | None = None
         self._lock = threading.Lock()
@@ -137,17 +138,17 @@ class Grammars:
         table, tokenizer = self._tokenizer()
         if not table.eos_ids:
             return "this model has no token that ends a reply, so nothing can be demanded of its form"
+        limits = _GBNF_LIMITS if spec.kind == "gbnf" else _LIMITS
         try:
             grammar = grammar_of(spec, table.control_tokens)
-            seconds = self._trial.run(grammar)
+            seconds = self._trial.run(grammar, limits)
         except RequestError as error:
             return str(error)
 
         def build() -> LLMatcher:
-            return LLMatcher(tokenizer, grammar, limits=self._limits, log_level=0)
+            return LLMatcher(tokenizer, grammar, limits=LLParserLimits(**limits), log_level=0)
 
-        made = CompiledGrammar(spec.source, build, table.eos_ids, len(grammar), seconds)
-        return made
+        return CompiledGrammar(spec.source, build, table.eos_ids, len(grammar), seconds)
 
     def _tokenizer(self) -> tuple[TokenTable, LLTokenizer]:
         with self._table_lock:
@@ -168,7 +169,6 @@ class Grammars:
             "tokens": [token.decode("latin-1") for token in table.tokens],
             "special_ids": list(table.special_ids),
             "eos_ids": list(table.eos_ids),
-            "limits": _LIMITS,
             "seconds": self._trial_limits.cpu,
             "mask_seconds": _MASK_SECONDS,
         }

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from server.api import chat, completions, messages, models, ops, responses
+from server.api import chat, completions, messages, models, openapi, ops, responses, tokens
 from server.api.common import SERVICES, Services
 from server.backend import Backend
 from server.config import ServerConfig
@@ -55,6 +55,8 @@ def build_app(backend: Backend, config: ServerConfig) -> web.Application:
         messages.add_routes(app, prefix)
         app.router.add_get(prefix + "/v1/models", models.list_models)
         app.router.add_get(prefix + "/v1/models/{name:.+}", models.get_model)
+    tokens.add_routes(app.router)
+    openapi.add_routes(app)
     for prefix in ("", "/inference/v1"):
         app.router.add_get(prefix + "/health", ops.health)
         app.router.add_get(prefix + "/ready", ops.ready)

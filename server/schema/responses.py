@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from server.errors import ErrorObject
 
@@ -78,7 +78,21 @@ class LegacyLogprobs(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
 
 
-Logprobs = ContentLogprobs | LegacyLogprobs
+if TYPE_CHECKING:
+    Logprobs = ContentLogprobs | LegacyLogprobs
+else:
+    # For the schemas of replies, where msgspec takes no two structs side by side that have no tags.
+    Logprobs = Annotated[
+        Any,
+        Meta(
+            extra_json_schema={
+                "anyOf": [
+                    {"$ref": "#/components/schemas/ContentLogprobs"},
+                    {"$ref": "#/components/schemas/LegacyLogprobs"},
+                ]
+            }
+        ),
+    ]
 
 
 class RawOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,1 @@
+"""Pages for people. They need no script and nothing from elsewhere."""

@@ -157,7 +157,9 @@ async def test_raw_output_shows_what_went_in_and_came_out() -> None:
         assert raw["completion_token_ids"] == [*b"hi", END]
         assert raw["completion_logprobs"] == body["choices"][0]["logprobs"]
         assert raw["grammar"] is None
-        events, _ = await client.stream("/v1/completions", {"model": MODEL, "prompt": "a", "raw_output": True})
+        events, _ = await client.stream(
+            "/v1/completions", {"model": MODEL, "prompt": "a", "raw_output": True}
+        )
         raws = [e["choices"][0]["raw_output"] for e in events[:-1] if "raw_output" in e["choices"][0]]
         assert [r["completion_token_ids"] for r in raws] == [[*b"hi", END]]
 

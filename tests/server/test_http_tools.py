@@ -161,7 +161,7 @@ async def test_where_calls_may_not_be_parallel_the_first_is_the_last(stream: boo
 async def test_a_required_call_is_held_to_its_tools_and_their_arguments(
     codec: TextCodec, choice: Any, names: set[str]
 ) -> None:
-    async with running(FakeEngine("ok", context=4000)) as client:
+    async with running(FakeEngine("ok", context=4000), codec=codec) as client:
         await client.chat(tools=TOOLS, tool_choice=choice)
         request = client.engine.submitted[0]
         call = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
@@ -199,8 +199,10 @@ async def test_a_required_call_is_held_to_its_tools_and_their_arguments(
         ),
     ],
 )
-async def test_broken_tools_and_choices_are_refused_and_named(fields: dict[str, Any], param: str) -> None:
-    async with running(FakeEngine(context=4000)) as client:
+async def test_broken_tools_and_choices_are_refused_and_named(
+    codec: TextCodec, fields: dict[str, Any], param: str
+) -> None:
+    async with running(FakeEngine(context=4000), codec=codec) as client:
         status, body, _ = await client.post(CHAT, chat_body(**fields))
         assert (status, body["error"]["param"]) == (400, param), body
         assert not client.engine.submitted
@@ -263,7 +265,7 @@ async def test_a_round_trip_puts_calls_and_results_into_the_prompt() -> None:
 async def test_replies_are_held_to_the_form_that_was_asked_for(
     codec: TextCodec, given: dict[str, Any], good: str, bad: str, path: str
 ) -> None:
-    async with running(FakeEngine("x")) as client:
+    async with running(FakeEngine("x"), codec=codec) as client:
         body = chat_body() if path == CHAT else {"model": MODEL, "prompt": "a"}
         status, reply, _ = await client.post(path, {**body, "response_format": given})
         assert status == 200, reply
@@ -273,9 +275,9 @@ async def test_replies_are_held_to_the_form_that_was_asked_for(
 
 
 @pytest.mark.parametrize("given", [None, {"type": "text"}])
-async def test_plain_text_is_held_to_nothing(given: dict[str, Any] | None) -> None:
+async def test_plain_text_is_held_to_nothing(codec: TextCodec, given: dict[str, Any] | None) -> None:
     """O068."""
-    async with running(FakeEngine("x")) as client:
+    async with running(FakeEngine("x"), codec=codec) as client:
         await client.chat(response_format=given)
         assert client.engine.submitted[0].constraint is None
 
@@ -300,23 +302,25 @@ async def test_plain_text_is_held_to_nothing(given: dict[str, Any] | None) -> No
         ({"type": "grammar", "grammar": "nonsense"}, "response_format.grammar"),
     ],
 )
-async def test_forms_that_are_half_given_or_cannot_be_built_are_refused(given: Any, param: str) -> None:
+async def test_forms_that_are_half_given_or_cannot_be_built_are_refused(
+    codec: TextCodec, given: Any, param: str
+) -> None:
     """O067, O068: never free text where a form was asked for."""
-    async with running(FakeEngine()) as client:
+    async with running(FakeEngine(), codec=codec) as client:
         status, body, _ = await client.post(CHAT, chat_body(response_format=given))
         assert (status, body["error"]["param"]) == (400, param), body
         assert not client.engine.submitted
 
 
-async def test_a_cut_reply_says_so() -> None:
+async def test_a_cut_reply_says_so(codec: TextCodec) -> None:
     """O069: what is not whole says length."""
-    async with running(FakeEngine('{"a": 1}')) as client:
+    async with running(FakeEngine('{"a": 1}'), codec=codec) as client:
         cut = await client.chat(response_format={"type": "json_object"}, max_tokens=3)
         assert cut["choices"][0]["finish_reason"] == "length"
 
 
-async def test_each_choice_has_a_grammar_of_its_own() -> None:
-    async with running(FakeEngine("x")) as client:
+async def test_each_choice_has_a_grammar_of_its_own(codec: TextCodec) -> None:
+    async with running(FakeEngine("x"), codec=codec) as client:
         await client.chat(n=2, response_format={"type": "json_object"})
         one, two = client.engine.submitted
         assert one.constraint is not two.constraint

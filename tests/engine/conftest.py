@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from engine import Engine, EngineConfig
+from tests.engine.engines import Start
 
 VOCAB = 320
 CONTEXT = 512
@@ -31,3 +35,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+async def start(tiny_model: Path) -> AsyncIterator[Start]:
+    """Start engines that are closed, and whose books are checked, at the end."""
+    engines: list[Engine] = []
+
+    async def go(**settings: object) -> Engine:
+        fields = {"model": str(tiny_model), "dtype": "float32", "threads": 1, "kv_gb": 0.004, **settings}
+        engines.append(await Engine.start(EngineConfig(**fields)))  # type: ignore[arg-type]
+        return engines[-1]
+
+    yield go
+    for engine in engines:
+        await engine.close()
+        engine.check()
+        stats = engine.stats()
+        assert stats.pinned_pages == 0
+        assert stats.free_pages + stats.evictable_pages == engine.info.num_pages - 1

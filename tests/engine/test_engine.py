@@ -5,82 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from engine import (
     ContextLengthExceeded,
-    Delta,
     Engine,
-    EngineConfig,
     EngineRequest,
     EngineUnavailable,
     Namespace,
     Overloaded,
     RequestError,
-    RequestStream,
     SamplingParams,
     StepFailed,
 )
 from engine.plan import StepPlan, StepResult
-
-Start = Callable[..., Awaitable[Engine]]
-
-
-@pytest.fixture
-async def start(tiny_model: Path) -> AsyncIterator[Start]:
-    """Start engines that are closed, and whose books are checked, at the end."""
-    engines: list[Engine] = []
-
-    async def go(**settings: object) -> Engine:
-        fields = {"model": str(tiny_model), "dtype": "float32", "threads": 1, "kv_gb": 0.004, **settings}
-        engines.append(await Engine.start(EngineConfig(**fields)))  # type: ignore[arg-type]
-        return engines[-1]
-
-    yield go
-    for engine in engines:
-        await engine.close()
-        engine.check()
-        stats = engine.stats()
-        assert stats.pinned_pages == 0
-        assert stats.free_pages + stats.evictable_pages == engine.info.num_pages - 1
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    rng = random.Random(seed)
-    return tuple(rng.randrange(320) for _ in range(length))
-
-
-def request(ids: tuple[int, ...], max_tokens: int = 8, **fields: object) -> EngineRequest:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
-    return EngineRequest(request_id="test", prompt=ids, params=params, **fields)  # type: ignore[arg-type]
-
-
-class Result:
-    def __init__(self, deltas: list[Delta]) -> None:
-        self.deltas = deltas
-        self.ids = tuple(t for d in deltas for t in d.token_ids)
-        self.logprobs = tuple(p for d in deltas for p in d.logprobs)
-        self.finish = deltas[-1].finish_reason
-        self.receipt = deltas[-1].receipt
-        self.error = deltas[-1].error
-
-    @property
-    def cached(self) -> int:
-        assert self.receipt is not None
-        return self.receipt.cached_tokens
-
-
-async def collect(stream: RequestStream) -> Result:
-    deltas = [delta async for delta in stream]
-    assert [d.finish_reason is not None for d in deltas] == [False] * (len(deltas) - 1) + [True]
-    return Result(deltas)
-
-
-async def run(engine: Engine, req: EngineRequest) -> Result:
-    return await collect(engine.submit(req))
+from tests.engine.engines import Result, Start, collect, prompt, request, run
 
 
 async def test_a_repeat_is_cached_up_to_the_last_token_and_changes_no_bit(start: Start) -> None:

@@ -12,7 +12,8 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.models.linear import native_bf16
-from engine.plan import RowCopy, SampleRow, StepPlan, StepResult
+from engine.pipeline import SCORE_BLOCK
+from engine.plan import RowCopy, SampleRow, ScoreRows, StepPlan, StepResult
 from engine.runner import Runner
 from engine.types import SamplingParams, TokenLogprob
 from tests.engine.attention.plans import Member, step_plan
@@ -195,6 +196,77 @@ def test_an_infinite_logit_is_blamed_on_its_sequence(tiny: Runner, monkeypatch: 
     assert step.sample_sequences == (0, 2)
     assert sick.bad == {2}
     assert sick.logprobs[0] == clean.logprobs[0]
+
+
+def scores_of(parts: Sequence[tuple[Text, int, int]], top: int = 3) -> tuple[ScoreRows, ...]:
+    """Every row of every part is scored with the token that follows it, where there is one."""
+    found, row = [], 0
+    for i, (text, start, rows) in enumerate(parts):
+        if targets := tuple(text.ids[start + 1 : start + rows + 1]):
+            found.append(ScoreRows(row, targets, top, i))
+        row += rows
+    return tuple(found)
+
+
+def test_a_row_is_scored_as_it_is_sampled(tiny: Runner) -> None:
+    """Whole prompts together, in chunks, and one row at a time with its token sampled: the same bits."""
+    texts = [Text(1, prompt(tiny, 90)), Text(20, prompt(tiny, 1, 1)), Text(40, prompt(tiny, 37, 2))]
+    parts = [(text, 0, len(text.ids)) for text in texts]
+    together = tiny.run(plan(parts, scores=scores_of(parts))).scores
+    assert [len(found) for found in together] == [89, 36]
+    text = texts[0]
+    chunked: list[TokenLogprob] = []
+    for start in range(0, 90, 41):
+        part = [(text, start, min(41, 90 - start))]
+        chunked += tiny.run(plan(part, scores=scores_of(part))).scores[0]
+    assert tuple(chunked) == together[0]
+    for row in (0, 15, 16, 31, 32, 88):
+        alone = Text(60, text.ids[: row + 1], SamplingParams(max_tokens=1, temperature=0.0, logprobs=3))
+        (sampled,) = tiny.run(plan([(alone, 0, row + 1)])).logprobs
+        assert sampled is not None
+        assert together[0][row].top == sampled.top
+        assert together[0][row].token_id == text.ids[row + 1]
+
+
+def test_scoring_holds_logits_of_some_rows_at_once(tiny: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O085: a long prompt costs no more memory than a short one."""
+    logits, held = tiny.pipeline.decoder.logits, list[int]()
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        held.append(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(tiny.pipeline.decoder, "logits", counted)
+    parts = [(Text(1, prompt(tiny, 200)), 0, 199)]
+    (found,) = tiny.run(plan(parts, scores=scores_of(parts))).scores
+    assert len(found) == 199
+    assert max(held) == SCORE_BLOCK
+    assert sum(held) >= 199
+
+
+@pytest.mark.parametrize("row", [0, 3, 4, 9])
+def test_a_scored_logit_that_is_not_finite_is_blamed_on_its_sequence(
+    tiny: Runner, monkeypatch: pytest.MonkeyPatch, row: int
+) -> None:
+    """Also where the sequence is not sampled, and where it is not the first that is scored."""
+    texts = [Text(1, prompt(tiny, 5)), Text(20, prompt(tiny, 7, 1)), Text(40, prompt(tiny, 3, 2))]
+    parts = [(texts[0], 0, 4), (texts[1], 0, 6), (texts[2], 0, 3)]
+    step = plan(parts, scores=scores_of(parts))
+    clean = tiny.run(step)
+    hidden = tiny.pipeline.hidden(step)
+    logits = tiny.pipeline.decoder.logits
+
+    def overflowing(rows: torch.Tensor) -> torch.Tensor:
+        out = logits(rows).clone()
+        out[(rows == hidden[row]).all(1), 3] = float("-inf")
+        return out
+
+    monkeypatch.setattr(tiny.pipeline.decoder, "logits", overflowing)
+    sick = tiny.run(step)
+    guilty = 0 if row < 4 else 1
+    assert (clean.bad, sick.bad) == (frozenset(), {guilty})
+    assert sick.scores == tuple(() if i == guilty else found for i, found in enumerate(clean.scores))
+    assert sick.logprobs == clean.logprobs
 
 
 def test_a_wiped_page_forgets_a_nan(tiny: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

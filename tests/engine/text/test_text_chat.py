@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from text_families import CHATML_TOKENS, OPENED, QWEN3, make_codec
 from text_tokenizers import CHATML, byte_level_tokenizer
 
 from engine.errors import RequestError
 from engine.text import TemplateError, TextCodec
+from engine.text.template import ChatTemplate
 
 Render = Callable[..., str]
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
@@ -255,8 +257,28 @@ def test_the_final_message_can_be_continued(with_template: Any, template: str, c
     assert codec.decode(ids, skip_special=False) == text
 
 
+@pytest.mark.parametrize("continued", ["The three colours are red,", "Sure:\n\n```", "  x "])
+def test_real_templates_continue_a_message_without_a_new_header(codec: TextCodec, continued: str) -> None:
+    """O072: SmolLM2's template, and one in the manner of Qwen3, which cuts reasoning out of its history."""
+    conversation = [user("q"), {"role": "assistant", "content": continued}]
+    for found in (codec, make_codec(QWEN3, *CHATML_TOKENS), make_codec(OPENED, *CHATML_TOKENS)):
+        text = found.render_chat(conversation, continue_final_message=True)
+        assert text.endswith(f"<|im_start|>assistant\n{continued}")
+        assert text.count("<|im_start|>assistant") == 1
+        afresh = found.render_chat(conversation)
+        assert afresh.startswith(f"{text}<|im_end|>\n<|im_start|>assistant\n")
+        reply = found.encode_plain(" go on")
+        assert found.decode(found.encode_chat(conversation, continue_final_message=True) + reply).endswith(
+            f"{continued} go on"
+        )
+
+
 def test_only_an_assistants_message_can_be_continued(codec: TextCodec) -> None:
-    for last in (user("a"), {"role": "assistant", "content": ""}):
+    for last in (
+        user("a"),
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]},
+    ):
         with pytest.raises(RequestError, match="the message to continue"):
             codec.encode_chat([user("q"), last], continue_final_message=True)
 
@@ -274,6 +296,70 @@ def test_extra_variables_can_not_replace_the_renderers_own(with_template: Any, n
     """O083: names that the renderer uses are refused."""
     with pytest.raises(RequestError, match=f"'{name}' belongs to the chat template"):
         with_template(CHATML).render_chat([user("a")], extra={name: "x"})
+
+
+OPTIONS = "{{ messages[0].content }}{{ style }}{% for tag in tags or [] %}({{ tag }}){% endfor %}{{ level }}"
+
+
+def test_options_that_the_template_reads_are_passed_on(with_template: Any) -> None:
+    codec = with_template(OPTIONS)
+    given = {"style": "brief", "tags": ["a", 1, None, True], "level": 2.5}
+    assert codec.check_template_options(given) == given
+    assert codec.render_chat([user("q")], extra=given) == "qbrief(a)(1)(None)(True)2.5"
+    assert codec.check_template_options({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tokenize": True}, "tokenize"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"conversation": []}, "conversation"),
+        ({"messages": []}, "messages"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"bos_token": "x"}, "bos_token"),
+        ({"strftime_now": "x"}, "strftime_now"),
+        ({"range": 3}, "range"),
+        ({"unknown": 1}, "unknown"),
+        ({"enable_thinking": True}, "enable_thinking"),
+        ({"style": {"a": 1}}, "style"),
+        ({"style": [["a"]]}, "style"),
+        ({"style": "x" * 1001}, "style"),
+        ({"tags": ["x"] * 33}, "tags"),
+        ({"tags": ["x" * 1001]}, "tags"),
+        ({"level": 10**400}, "level"),
+        ({"level": -2_000_000}, "level"),
+        ({"level": float("nan")}, "level"),
+    ],
+)
+def test_other_options_are_refused_by_name(with_template: Any, options: dict[str, Any], param: str) -> None:
+    """O083: an allow-list of names, types and sizes; the renderer's own names can't be had."""
+    with pytest.raises(RequestError, match=param) as refused:
+        with_template(OPTIONS).check_template_options(options)
+    assert refused.value.param == f"chat_template_kwargs.{param}"
+
+
+def test_the_number_of_options_is_limited(with_template: Any) -> None:
+    """O083"""
+    with pytest.raises(RequestError, match="at most 32"):
+        with_template(OPTIONS).check_template_options({f"o{i}": 1 for i in range(33)})
+
+
+def test_switching_off_what_a_model_has_not_is_granted(codec: TextCodec) -> None:
+    """Clients say so to every model."""
+    assert codec.check_template_options({"enable_thinking": False}) == {}
+    with pytest.raises(RequestError, match=r"'chat_template_kwargs\.enable_thinking' is no option"):
+        codec.check_template_options({"enable_thinking": True})
+
+
+def test_rendering_has_a_time_limit() -> None:
+    """O083: what a template writes in loops can't go on for ever."""
+    endless = "{% for i in range(90000) %}{% for j in range(90000) %}x{% endfor %}{% endfor %}"
+    source = "{% if messages[0].content == 'go' %}" + endless + "{% endif %}"
+    template = ChatTemplate({"default": source}, {}, seconds=0.05)
+    with pytest.raises(TemplateError, match=r"more than 0\.05 s"):
+        template.render([user("go")], None, add_generation_prompt=True)
+    assert template.render([user("stay")], None, add_generation_prompt=True) == ""
 
 
 def test_many_threads_render_and_encode_at_once(codec: TextCodec) -> None:

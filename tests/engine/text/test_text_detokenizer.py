@@ -180,3 +180,13 @@ def test_a_long_prompt_costs_the_detokenizer_nothing(codec: TextCodec) -> None:
     prompt = Counting(codec.encode_plain("word " * 5000))
     codec.detokenizer(prompt)
     assert prompt.reads < 10
+
+
+def test_control_tokens_that_are_asked_for_give_their_spelling() -> None:
+    """Whoever reads calls of tools must see their markers; others, and ends, stay silent."""
+    tokenizer = byte_level_tokenizer("<end>", "<call>", "<other>")
+    codec = TextCodec(TokenizerParts(tokenizer=tokenizer, vocab_size=259, bos_id=None, eos_ids=(256,)))
+    ids = [257, *byte_ids("é".encode()), 258, 257, *byte_ids(b"x"), 256]
+    detokenizer = codec.detokenizer(byte_ids(b"a"), frozenset({257}))
+    assert [detokenizer.push([i]) for i in ids] == ["<call>", "", "é", "", "<call>", "x", ""]
+    assert codec.detokenizer().push(ids) == "éx"

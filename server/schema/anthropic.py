@@ -54,9 +54,9 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "thread": (),
 }
 
-_PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
-_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
-_MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
+_PATH = re.compile(r"(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
 
 
 class ThreadUnsupported(RequestError):
@@ -205,27 +205,22 @@ def _convert(fields: dict[str, Any], struct: type[T]) -> T:
     try:
         return msgspec.convert(fields, struct)
     except msgspec.ValidationError as exc:
-        found = _PATH.match(str(exc))
-        assert found is not None
-        steps = re.findall(r"[^.\[\]]+", found["path"] or "")
-        raise _invalid(fields, found["what"], steps) from None
+        raise _invalid(fields, str(exc)) from None
 
 
-def _invalid(fields: Any, what: str, steps: list[str]) -> RequestError:
-    value = fields
-    for step in steps:
-        value = value[int(step)] if isinstance(value, list) else value.get(step)
+def _invalid(fields: dict[str, Any], error: str) -> RequestError:
+    what, steps, value = _located(fields, error)
     path = ".".join(steps)
-    if unknown := _UNKNOWN.match(what):
+    if unknown := _UNKNOWN.fullmatch(what):
         name = unknown["name"]
         try:
             strict.refuse_unknown({name: value[name]}, set(), at=path + "." if path else "")
-        except RequestError as error:
-            return error
-    if missing := _MISSING.match(what):
+        except RequestError as refused:
+            return refused
+    if missing := _MISSING.fullmatch(what):
         name = ".".join([*steps, missing["name"]])
         return RequestError(f"'{name}' is required", param=name)
-    if what.startswith("Invalid value '") and steps[-1] == "type" and steps[0] in ("messages", "system"):
+    if what.startswith("Invalid value '") and steps[-1:] == ["type"] and steps[0] in ("messages", "system"):
         return RequestError(
             f"'{path}' {strict.shown(value)} is not supported by this server here: it reads text, tool calls "
             "and their results",
@@ -235,6 +230,25 @@ def _invalid(fields: Any, what: str, steps: list[str]) -> RequestError:
     known = not what.startswith(("Invalid enum value", "Invalid value"))
     what = what[:1].lower() + what[1:] if known else "none of the allowed values"
     return RequestError(f"Invalid value for '{path}': {what}; given: {strict.shown(value)}", param=path)
+
+
+def _located(fields: dict[str, Any], error: str) -> tuple[str, list[str], Any]:
+    """Part a conversion's error into what is wrong, the steps to where it is, and the value there.
+
+    An unknown name can be spelled like the end of an error: it is one only if the name is really there.
+    """
+    if found := _PATH.fullmatch(error):
+        what, steps = found["what"], re.findall(r"[^.\[\]]+", found["path"])
+        value: Any = fields
+        try:
+            for step in steps:
+                value = value[int(step)] if isinstance(value, list) else value[step]
+            unknown = _UNKNOWN.fullmatch(what)
+            if unknown is None or (isinstance(value, dict) and unknown["name"] in value):
+                return what, steps, value
+        except (LookupError, TypeError, ValueError):
+            pass
+    return error, [], fields
 
 
 def _check_conversation(request: Conversation) -> None:

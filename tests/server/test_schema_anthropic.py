@@ -250,6 +250,14 @@ def test_messages_show_the_value_itself_and_briefly():
     assert len(str(nested)) < 250
 
 
+@pytest.mark.parametrize("name", ["a.b", "x[0]", "`", "", "` - at `$.messages", "q` - at `$.messages[7]"])
+def test_unknown_names_may_be_spelled_like_anything(name):
+    """O074: what a client makes up never leads to another error than the 400 that shows it."""
+    assert str(refused(body(**{name: 1}))).startswith("Extra inputs are not permitted, field: '" + name)
+    inside = str(refused(body(("user", [text("a", **{name: 1})]))))
+    assert inside.startswith("Extra inputs are not permitted, field: 'messages.0.content.0." + name)
+
+
 @pytest.mark.parametrize("kind", ["image", "document", "search_result", "server_tool_use", "no such"])
 def test_blocks_that_are_not_text_are_refused_in_words(kind):
     """O084: nothing is fetched or decoded."""

@@ -63,7 +63,7 @@ def read_schema(text: str, name: str = "the schema") -> dict[str, Any]:
     seen = 0
     while queue:
         spot = queue.pop()
-        seen += 1
+        seen += 1 + len(spot.value)
         if spot.depth > MAX_DEPTH:
             raise RequestError(f"{name} is nested more than {MAX_DEPTH} deep, at {spot.path[:200]}")
         if seen > MAX_VALUES:
@@ -114,16 +114,21 @@ def _check_keywords(spot: _Spot, name: str) -> None:
 
 
 def _inside(spot: _Spot) -> Iterator[_Spot]:
-    """The values in a value, each with its place."""
+    """The objects and lists in a value, each with its place."""
     below = spot.depth + 1
     if isinstance(spot.value, dict):
         for key, value in spot.value.items():
-            place: _Place | None = None
-            if spot.place == "map":
-                place = "schema"
-            elif spot.place == "schema" and (place := _PLACES.get(key)) and isinstance(value, list):
-                place = "list"
-            yield _Spot(value, place, f"{spot.path}.{key}", below)
-    elif isinstance(spot.value, list):
+            if isinstance(value, (dict, list)):
+                yield _Spot(value, _place(spot.place, key, value), f"{spot.path}.{key}", below)
+    else:
         for i, value in enumerate(spot.value):
-            yield _Spot(value, "schema" if spot.place == "list" else None, f"{spot.path}[{i}]", below)
+            if isinstance(value, (dict, list)):
+                yield _Spot(value, "schema" if spot.place == "list" else None, f"{spot.path}[{i}]", below)
+
+
+def _place(outer: _Place | None, key: str, value: Any) -> _Place | None:
+    """What a keyword's value, or a map's, stands for."""
+    if outer == "map":
+        return "schema"
+    place = _PLACES.get(key) if outer == "schema" else None
+    return "list" if place and isinstance(value, list) else place

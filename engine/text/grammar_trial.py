@@ -20,7 +20,7 @@ from engine.errors import EngineUnavailable, Overloaded, RequestError
 logger = logging.getLogger(__name__)
 
 # In the matcher's errors: where in its own notation, which clients did not write.
-_SOURCE_LINE = re.compile(r"\d+ \|")
+_NOISE = re.compile(r"\d+ \||\^+$")
 _PLACE = re.compile(r"(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 _SCRIPT = Path(__file__).with_name("grammar_child.py")
@@ -133,7 +133,7 @@ def _in_words(error: str) -> str:
     """The matcher's error for clients: what it says of its own options, notation and state is left out."""
     following = error.startswith("follow: ")
     lines = [line.strip() for line in error.removeprefix("follow: ").splitlines()]
-    lines = [line for line in lines if line and line != "<non-verbose/>" and not _SOURCE_LINE.match(line)]
+    lines = [line for line in lines if line and line != "<non-verbose/>" and not _NOISE.match(line)]
     text = _PLACE.sub("", " ".join(lines))[:300]
     if following:
         return "no text satisfies it" if "NoExtension" in text else f"it is too complex to follow: {text}"

@@ -78,17 +78,20 @@ class CompiledAttention:
 
     def copy_rows(self, copies: Sequence[RowCopy]) -> None:
         """Copy KV rows from page to page, in every layer. ValueError if out of range."""
-        size = self.page_size
         for copy in copies:
             self._check(copy.source)
             self._check(copy.target)
-            if not 0 <= copy.rows <= size or copy.source == copy.target:
-                raise ValueError(f"impossible copy {copy} of pages of {size} tokens")
-            source = torch.arange(copy.source * size, copy.source * size + copy.rows)
-            for layer in range(self._shape.num_layers):
-                self.write_rows(
-                    layer, source + (copy.target - copy.source) * size, self.read_rows(layer, source)
-                )
+            if not 0 <= copy.rows <= self.page_size or copy.source == copy.target:
+                raise ValueError(f"impossible copy {copy} of pages of {self.page_size} tokens")
+        if copies:
+            columns = np.array(copies, np.int32).T.copy()  # sources, targets, rows
+            self.library.copy_rows(
+                byref(self._pool),
+                self.element_size,
+                self._shape.num_layers,
+                len(copies),
+                *(column.ctypes.data for column in columns),
+            )
 
     def wipe(self, pages: Sequence[int]) -> None:
         for page in pages:

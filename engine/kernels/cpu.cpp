@@ -107,6 +107,25 @@ void headwater_read_rows(const KvPool* pool, int bytes, int layer, int64_t n, co
   });
 }
 
+// Copy the first rows[i] tokens of page source[i] to page target[i], one after the other, in every layer.
+void headwater_copy_rows(const KvPool* pool, int bytes, int layers, int64_t n, const int32_t* source,
+                         const int32_t* target, const int32_t* rows) {
+  typed(bytes, [&](auto kind) {
+    using T = decltype(kind);
+    for (int layer = 0; layer < layers; ++layer) {
+      const Pages<T> kv(*pool, layer);
+      for (int64_t i = 0; i < n; ++i)
+        for (int h = 0; h < pool->kv_heads; ++h)
+          for (int offset = 0; offset < rows[i]; ++offset)
+            for (int d = 0; d < pool->head_dim; ++d) {
+              const int64_t key = kv.key_at(offset, d), value = kv.value_at(offset, d);
+              kv.keys(target[i], h)[key] = kv.keys(source[i], h)[key];
+              kv.values(target[i], h)[value] = kv.values(source[i], h)[value];
+            }
+    }
+  });
+}
+
 // Write the rows' KV, then attend, in one layer. Rows of q [heads, head_dim], k and v [kv_heads, head_dim] are
 // dense and stand q_stride, k_stride and v_stride elements apart. out is [rows, heads, head_dim].
 int headwater_attend(Step* step, int bytes, int layer, const void* q, int64_t q_stride, const void* k,

@@ -124,6 +124,9 @@ class Library:
         rows = (POINTER(Pool), c_int, c_int, c_int64, c_void_p, c_void_p)
         self.write_rows = _procedure(lib.headwater_write_rows, *rows)
         self.read_rows = _procedure(lib.headwater_read_rows, *rows)
+        self.copy_rows = _procedure(
+            lib.headwater_copy_rows, POINTER(Pool), c_int, c_int, c_int64, c_void_p, c_void_p, c_void_p
+        )
         strided = (c_void_p, c_int64)
         self.attend = _work(
             lib.headwater_attend, c_void_p, c_int, c_int, *strided, *strided, *strided, c_void_p

@@ -10,8 +10,8 @@ import re
 from typing import NamedTuple
 
 from engine.text.call_formats import HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, CallFormat
-from engine.text.reply_json import BLANKS, CallReader
-from engine.text.reply_parts import Part, Parts, begun
+from engine.text.reply_json import CallReader
+from engine.text.reply_parts import BLANKS, MOST_BLANKS, Part, Parts, begun, trimmed
 
 
 class Style(NamedTuple):
@@ -104,10 +104,11 @@ class CallParser:
     def _start(self) -> bool:
         """At the beginning of a reply in which a bare object may be a call."""
         text = self._held.lstrip(BLANKS)
-        if not text:
+        blanks = len(self._held) - len(text)
+        if not text and blanks <= MOST_BLANKS:
             return False
-        if text[0] == "{":
-            return self._attempt(len(self._held) - len(text), CallReader(needs_arguments=True))
+        if text[:1] == "{" and blanks <= MOST_BLANKS:
+            return self._attempt(blanks, CallReader(needs_arguments=True))
         self._state = self._content
         return True
 
@@ -116,14 +117,14 @@ class CallParser:
         found = text.find(opening)
         if found < 0:
             # White space may stand before a marker that is still to come.
-            certain = len(text[: len(text) - begun(text, opening)].rstrip(BLANKS))
+            certain = trimmed(text, len(text) - begun(text, opening))
             self._parts.add("content", text[:certain])
             self._held = text[certain:]
             return False
-        before = text[:found].rstrip(BLANKS)
-        self._parts.add("content", before)
-        self._held = text[len(before) :]
-        self._mark = self._at = found - len(before) + len(opening)
+        before = trimmed(text, found)
+        self._parts.add("content", text[:before])
+        self._held = text[before:]
+        self._mark = self._at = found - before + len(opening)
         self._listed = False
         self._state = self._opened
         return True
@@ -199,18 +200,17 @@ class CallParser:
         places = [(at, marker) for marker in (opening, closing) if marker and (at := text.find(marker)) >= 0]
         if not places:
             held = max(begun(text, marker) for marker in (opening, closing) if marker)
-            certain = text[: len(text) - held]
+            certain = len(text) - held
             if closing:
                 # The end of the object around the arguments is no part of them.
-                certain = certain.rstrip(BLANKS + "}")
-            self._parts.add("call", certain, self._calls - 1)
-            self._held = text[len(certain) :]
+                certain = trimmed(text, certain, BLANKS + "}")
+            self._parts.add("call", text[:certain], self._calls - 1)
+            self._held = text[certain:]
             return False
         end, marker = min(places)
-        arguments = text[:end]
-        if marker == closing:
-            arguments = arguments.rstrip(BLANKS).removesuffix("}").rstrip(BLANKS)
-        self._parts.add("call", arguments, self._calls - 1)
+        kept = trimmed(text, end, BLANKS + "}") if marker == closing else end
+        around = text[kept:end].rstrip(BLANKS).removesuffix("}").rstrip(BLANKS)
+        self._parts.add("call", text[:kept] + around, self._calls - 1)
         self._held = text[end:] if marker == opening else text[end + len(closing) :]
         self._state = self._content if marker == opening else self._after
         return True

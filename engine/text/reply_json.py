@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-BLANKS = " \t\r\n"
+from engine.text.reply_parts import BLANKS
 
 _STRING_STOPS = re.compile(r'["\\\x00-\x1f]')
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")

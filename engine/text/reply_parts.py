@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+BLANKS = " \t\r\n"
+# White space next to a marker is dropped up to here: what is held back costs time with every piece of text.
+MOST_BLANKS = 1000
+
 Kind = Literal["content", "reasoning", "call"]
 
 
@@ -44,3 +48,9 @@ def begun(text: str, marker: str) -> int:
     """How many characters at the end of `text` may be the beginning of `marker`, short of all of it."""
     longest = min(len(marker) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
+
+
+def trimmed(text: str, end: int, chars: str = BLANKS) -> int:
+    """Where `text[:end]` ends without the blanks, or `chars`, at its end: at most MOST_BLANKS of them."""
+    start = max(end - MOST_BLANKS, 0)
+    return start + len(text[start:end].rstrip(chars))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.text.reply_json import BLANKS
-from engine.text.reply_parts import Part, Parts, begun
+from engine.text.reply_parts import BLANKS, MOST_BLANKS, Part, Parts, begun, trimmed
 from engine.text.template import ChatTemplate
 
 
@@ -83,14 +82,15 @@ class ReasoningSplitter:
 
     def _start(self) -> bool:
         text = self._held.lstrip(BLANKS)
-        if text.startswith(self._opening):
+        blanks = 0 if self._within else len(self._held) - len(text)
+        if text.startswith(self._opening) and blanks <= MOST_BLANKS:
             self._held, self._within = text[len(self._opening) :], True
             self._state = self._blank
             return True
-        if self._opening.startswith(text):
-            return False
         if self._within:
             self._held = text
+        if self._opening.startswith(text) and blanks <= MOST_BLANKS:
+            return False
         self._state = self._reasoning if self._within else self._content
         return True
 
@@ -105,11 +105,11 @@ class ReasoningSplitter:
         text = self._held
         end = text.find(self._closing)
         if end < 0:
-            certain = text[: len(text) - begun(text, self._closing)].rstrip(BLANKS)
-            self._parts.add("reasoning", certain)
-            self._held = text[len(certain) :]
+            certain = trimmed(text, len(text) - begun(text, self._closing))
+            self._parts.add("reasoning", text[:certain])
+            self._held = text[certain:]
             return False
-        self._parts.add("reasoning", text[:end].rstrip(BLANKS))
+        self._parts.add("reasoning", text[: trimmed(text, end)])
         self._held, self._within = text[end + len(self._closing) :], False
         self._state = self._blank
         return True

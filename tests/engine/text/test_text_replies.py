@@ -258,6 +258,23 @@ def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
     assert bare.push(" The {") == [content(" The {")]
 
 
+def test_white_space_without_end_is_not_held_back_without_end() -> None:
+    """At most a thousand blanks wait for a marker, wherever the text is cut."""
+    made = '<tool_call>{"name": "n", "arguments": {}}</tool_call>'
+    broken = '<tool_call>{"name": "n", "arguments": {oops}'
+    for text, expected in (
+        (f"x{' ' * 1500}{made}", [content("x" + " " * 500), call(0, "n", "{}")]),
+        (f"x{' ' * 1000}{made}", [content("x"), call(0, "n", "{}")]),
+        (f"{broken}{'}' * 1500}</tool_call>", [call(0, "n", "{oops}" + "}" * 1499)]),
+    ):
+        for size in (1, 7, 1600):
+            assert split(HERMES, *(text[i : i + size] for i in range(0, len(text), size))) == expected
+    late = "\n" * 1001 + '{"name": "n", "parameters": {}}'
+    assert split(LLAMA3, late) == split(LLAMA3, *late) == [content(late)]
+    parser = make_parser(HERMES, None, tools=True)
+    assert parser.push(" " * 3000) == [content(" " * 2000)]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_tools_everything_is_content(family: CallFormat) -> None:
     for _, text, _ in CALLS:

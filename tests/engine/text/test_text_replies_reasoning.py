@@ -88,6 +88,17 @@ def test_reasoning_comes_as_it_is_written() -> None:
     assert parser.push("ink>\n\nYes") == [content("Yes")]
 
 
+def test_white_space_is_held_back_up_to_a_thousand_blanks() -> None:
+    for text, expected in (
+        (f"<think>x{' ' * 1500}</think>y", [reasoning("x" + " " * 500), content("y")]),
+        (f"{' ' * 1001}<think>x</think>y", [content(f"{' ' * 1001}<think>x</think>y")]),
+        (f"{' ' * 1000}<think>x</think>y", [reasoning("x"), content("y")]),
+    ):
+        assert split(text) == split("", pieces=list(text)) == expected
+    late = f"{' ' * 1500}<think>x</think>y"
+    assert split(late, opened="<think>") == split("", opened="<think>", pieces=list(late))
+
+
 @given(
     st.lists(
         st.sampled_from(["<think>", "</think>", "<thi", "</", "nk>", "a", " ", "\n", CALL]), max_size=15

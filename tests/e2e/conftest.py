@@ -13,7 +13,12 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import anthropic
+import openai
 import pytest
+from fireworks import Fireworks
+
+from engine.text import TextCodec
 
 START_LIMIT = 120.0
 
@@ -34,6 +39,33 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         finally:
             process.kill()
     assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="session")
+def codec(smollm2: Path) -> TextCodec:
+    """The model's own text codec, to know which tokens a text has."""
+    return TextCodec.load(smollm2)
+
+
+@pytest.fixture(scope="session")
+def openai_client(server: str) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client. It does not retry, so that no failure goes unseen."""
+    with openai.OpenAI(base_url=server + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def fireworks_client(server: str) -> Iterator[Fireworks]:
+    """Fireworks' own client, under the path that it knows."""
+    with Fireworks(base_url=server + "/inference", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def anthropic_client(server: str) -> Iterator[anthropic.Anthropic]:
+    """Anthropic's own client."""
+    with anthropic.Anthropic(base_url=server, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path) -> str:

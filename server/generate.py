@@ -181,11 +181,11 @@ class Choice:
         return parts if self._rules.several else [part for part in parts if not _further(part)]
 
     def _piece(self, parts: list[Part], token_ids: tuple[int, ...], entries: list[Entry]) -> Piece:
-        merged = _merge(parts)
-        ids = tuple(self._call_id(part.index) if part.kind == "call" else None for part in merged)
+        ids = [self._call_id(part.index) if part.kind == "call" else None for part in parts]
+        merged, call_ids = merge_parts(parts, ids)
         if self._call_ids and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
-        return Piece(self, merged, ids, token_ids, tuple(entries), self.finish_reason)
+        return Piece(self, merged, call_ids, token_ids, tuple(entries), self.finish_reason)
 
     def _call_id(self, index: int) -> str:
         while len(self._call_ids) <= index:
@@ -300,16 +300,21 @@ def _further(part: Part) -> bool:
     return part.kind == "call" and part.index > 0
 
 
-def _merge(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Join neighbours that belong together."""
-    found: list[Part] = []
-    for part in parts:
-        last = found[-1] if found else None
+def merge_parts(
+    parts: Sequence[Part], call_ids: Sequence[str | None]
+) -> tuple[tuple[Part, ...], tuple[str | None, ...]]:
+    """Join neighbours that belong together; return the parts with their ids."""
+    found: list[tuple[list[str], Part, str | None]] = []
+    for part, call_id in zip(parts, call_ids, strict=True):
+        last = found[-1][1] if found else None
         if last is not None and (last.kind, last.index) == (part.kind, part.index) and part.name is None:
-            found[-1] = last._replace(text=last.text + part.text)
+            found[-1][0].append(part.text)
         elif part.text or part.name is not None:
-            found.append(part)
-    return tuple(found)
+            found.append(([part.text], part, call_id))
+    return (
+        tuple(part._replace(text="".join(texts)) for texts, part, _ in found),
+        tuple(call_id for _, _, call_id in found),
+    )
 
 
 def _failure(delta: Delta) -> HeadwaterError:

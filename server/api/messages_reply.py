@@ -102,16 +102,16 @@ class MessagesDialect:
         return Event(anthropic_error(error), "error")
 
     def _contents(self, reply: Reply) -> Iterator[Content]:
-        calls = [
-            ToolUseContent(tool_use_id(call.id), call.name, input_of(call.arguments)) for call in reply.calls
-        ]
-        if reply.reasoning.strip():
-            shown = reply.reasoning if self._show_thinking else ""
-            yield ThinkingContent(shown, _signature(hashlib.sha256(reply.reasoning.encode())))
-        # White space around calls and thinking is no text.
-        if reply.content.strip() or (reply.content and not calls and not reply.reasoning.strip()):
-            yield TextContent(reply.content)
-        yield from calls
+        said = [part for part in reply.parts if part.kind == "call" or part.text.strip()]
+        for part, call_id in zip(reply.parts, reply.call_ids, strict=True):
+            if part.kind == "call":
+                yield ToolUseContent(tool_use_id(call_id or ""), part.name or "", input_of(part.text))
+            elif part.kind == "reasoning" and part.text.strip():
+                shown = part.text if self._show_thinking else ""
+                yield ThinkingContent(shown, _signature(hashlib.sha256(part.text.encode())))
+            # White space around calls and thinking is no text.
+            elif part.kind == "content" and (part.text.strip() or not said):
+                yield TextContent(part.text)
 
     def _ended(self, order: Order, finish_reason: Ending, stop_text: str | None) -> StopDelta:
         if stop_text is not None:

@@ -17,7 +17,7 @@ from server.api.common import Services
 from server.api.logprobs import Logprobs, LogprobsWriter
 from server.api.order import Order
 from server.errors import ApiError, ErrorObject, to_api_error
-from server.generate import Choice, Choices, Ending, Entry, Piece
+from server.generate import Choice, Choices, Ending, Entry, Piece, merge_parts
 from server.schema.responses import RawOutput
 from server.sse import EventWriter
 from server.usage import Tally, Timing, headers, perf_metrics, tally
@@ -41,8 +41,9 @@ class Call(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """All that one choice says. `token_ids`, `prompt_ids`, `logprobs` and `raw` are None unless asked for;
-    `stop_text` is the stop string that ended it."""
+    """All that one choice says, by kind, and in order as `parts` with their `call_ids`. `token_ids`,
+    `prompt_ids`, `logprobs` and `raw` are None unless asked for; `stop_text` is the stop string that ended it.
+    """
 
     choice: int
     content: str
@@ -54,6 +55,8 @@ class Reply(NamedTuple):
     prompt_ids: tuple[int, ...] | None = None
     stop_text: str | None = None
     raw: RawOutput | None = None
+    parts: tuple[Part, ...] = ()
+    call_ids: tuple[str | None, ...] = ()
 
 
 class Update(NamedTuple):
@@ -169,24 +172,15 @@ class _Gathered:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.token_ids: list[int] = []
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[Call] = []
+        self._parts: list[Part] = []
+        self._call_ids: list[str | None] = []
 
     def add(self, piece: Piece) -> None:
         """Take the next piece."""
         self.entries += piece.entries
         self.token_ids += piece.token_ids
-        for part, call_id in zip(piece.parts, piece.call_ids, strict=True):
-            if part.kind == "content":
-                self._content.append(part.text)
-            elif part.kind == "reasoning":
-                self._reasoning.append(part.text)
-            elif part.name is not None:
-                self._calls.append(Call(call_id or "", part.name, part.text))
-            else:
-                last = self._calls[part.index]
-                self._calls[part.index] = last._replace(arguments=last.arguments + part.text)
+        self._parts += piece.parts
+        self._call_ids += piece.call_ids
 
     @property
     def likelihood(self) -> float:
@@ -201,17 +195,24 @@ class _Gathered:
         assert choice.finish_reason is not None
         ids = tuple(self.token_ids)
         logprobs = writer.write(self.entries)
+        parts, call_ids = merge_parts(self._parts, self._call_ids)
         return Reply(
             choice=place,
-            content="".join(self._content),
-            reasoning="".join(self._reasoning),
-            calls=tuple(self._calls),
+            content="".join(part.text for part in parts if part.kind == "content"),
+            reasoning="".join(part.text for part in parts if part.kind == "reasoning"),
+            calls=tuple(
+                Call(call_id or "", part.name or "", part.text)
+                for part, call_id in zip(parts, call_ids, strict=True)
+                if part.kind == "call"
+            ),
             finish_reason=choice.finish_reason,
             logprobs=logprobs,
             token_ids=ids if order.token_ids else None,
             prompt_ids=choice.request.prompt if order.token_ids else None,
             stop_text=choice.stop_text,
             raw=_raw(choice, ids, logprobs, services) if order.raw else None,
+            parts=parts,
+            call_ids=call_ids,
         )
 
 

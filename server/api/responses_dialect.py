@@ -49,19 +49,20 @@ class ResponsesDialect:
     def whole(self, order: Order, replies: Sequence[Reply], tally: Tally) -> Response:
         """Write a whole reply."""
         (reply,) = replies
-        if reply.reasoning.strip():
-            self._add(order, "reasoning").add(reply.reasoning)
-        # White space around calls and reasoning is no text.
-        if reply.content.strip() or not (reply.calls or self._items):
-            tokens, _ = tokens_of(reply.content, entries_of(reply.logprobs), behind=reply.reasoning)
-            self._add(order, "content").add(reply.content, tokens)
-        for call in reply.calls:
-            self._add(order, "call", name=call.name, call_id=call.id).add(call.arguments)
-        for item in self._items:
-            item.status = "completed"
-        self._status = "completed"
-        if reply.finish_reason == "length":
-            self._status = self._items[-1].status = "incomplete"
+        # A whole reply is a stream of one piece whose events nobody hears.
+        for _ in self.update(
+            order,
+            Update(
+                choice=reply.choice,
+                parts=reply.parts,
+                call_ids=reply.call_ids,
+                finish_reason=reply.finish_reason,
+                first=True,
+                logprobs=reply.logprobs,
+            ),
+            tally,
+        ):
+            pass
         return self._response(order, tally.usage)
 
     def begin(self, order: Order, tally: Tally) -> Iterable[Event]:

@@ -66,6 +66,9 @@ class CallParser:
     What only looks like a call stays content: another shape, broken JSON, or an end before the name is
     whole. A call cut off after that is given as far as it came. Arguments that turn out to be broken when
     they are being given already go on, as written, up to the closing marker or the next opening one.
+
+    Names are given as the model made them, also of tools that the request does not have: only the client can
+    tell a slip from a call that it would rather answer with an error.
     """
 
     def __init__(self, style: Style) -> None:

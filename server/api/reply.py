@@ -41,9 +41,10 @@ class Call(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """All that one choice says, by kind, and in order as `parts` with their `call_ids`. `token_ids`,
-    `prompt_ids`, `logprobs` and `raw` are None unless asked for; `stop_text` is the stop string that ended it,
-    None where none did.
+    """All that one choice says, by kind, and in order as `parts` with their `call_ids`.
+
+    `token_ids`, `prompt_ids`, `logprobs` and `raw` are None unless asked for; `stop_text` is the stop string
+    that ended the choice, or None.
     """
 
     choice: int

@@ -21,7 +21,7 @@ def bound_before(params: SamplingParams, bound: float | None) -> float | None:
 
 def least_probability(bound: float) -> float:
     """The probability of a token as surprising as the bound. A bound below 0 cuts as much as 0 does."""
-    return 2.0 ** -max(bound, 0.0)
+    return float(2.0 ** -max(bound, 0.0))
 
 
 def bound_after(params: SamplingParams, bound: float, prob: float) -> float:

@@ -62,7 +62,7 @@ def outcome(drawn: Drawn, j: int) -> Outcome:
     return drawn.tokens[j], drawn.logprobs[j], drawn.bounds[j], drawn.errors.get(j)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 9, 17, 44])
+@pytest.mark.parametrize("n", [1, 3, 17, 44])
 def test_a_row_gets_the_same_bits_alone_and_in_any_company(n, threads):
     """O019: sampling adds no difference between a request alone and the same one in a batch."""
     logits = text_like(44)
@@ -166,7 +166,7 @@ def test_the_widest_finite_logits_overflow_nothing():
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("place", [0, 1, V // 2, V - 1])
+@pytest.mark.parametrize("place", [0, V // 2, V - 1])
 def test_a_row_with_a_bad_logit_is_named_and_disturbs_no_other(poison, place):
     n = len(MIXED)
     logits = text_like(n, seed=6)

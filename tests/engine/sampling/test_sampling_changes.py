@@ -38,7 +38,7 @@ def by_definition(logits: np.ndarray, sample: SampleRow) -> list[float]:
     return values
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     logits=st.lists(st.floats(-60, 60, width=32), min_size=SMALL, max_size=SMALL),
     bias=st.dictionaries(token, st.floats(-100, 100)),

@@ -88,7 +88,7 @@ def grains(seed: int, vocab: int, spread: float, step: float) -> np.ndarray:
 probability = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0, 0.5, 0.9, 0.999999]))
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     vocab=st.sampled_from([1, 2, 7, 64, 300]),
     spread=st.sampled_from([0.0, 0.1, 1.0, 4.0, 30.0]),
@@ -144,10 +144,10 @@ FILTERS = (
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("filters", FILTERS)
 def test_a_short_look_finds_the_same_token_as_sorting_everything(temperature, filters, monkeypatch):
-    vocab = 8192
+    vocab = 4096
     logits = torch.from_numpy(np.stack([grains(s, vocab, 3.0, 0.125) for s in range(4)]))
     params = SamplingParams(max_tokens=1, temperature=temperature, **filters)
-    draws = [[SampleRow(0, params, d, 0, 0, j) for j in range(4)] for d in range(16)]
+    draws = [[SampleRow(0, params, d, 0, 0, j) for j in range(4)] for d in range(8)]
     short = [Sampler(vocab).sample(logits, rows).tokens for rows in draws]
     monkeypatch.setattr(ranking, "_DEPTHS", ())
     assert [Sampler(vocab).sample(logits, rows).tokens for rows in draws] == short
@@ -227,6 +227,12 @@ def test_typical_p_takes_its_entropy_from_what_the_other_filters_left():
     """Of all, the likeliest says too little; of the likeliest two it is the more typical."""
     probs = [0.4] + [0.06] * 10
     assert kept_of(probs, typical_p=0.5, top_k=2) == {0}
+
+
+def test_of_equally_typical_tokens_the_first_are_kept():
+    kept = kept_of([1 / 256] * 256, typical_p=0.125)
+    assert len(kept) > 20
+    assert kept <= set(range(32))
 
 
 def test_typical_p_of_tokens_without_any_probability_keeps_none_of_them():

@@ -91,11 +91,12 @@ class Choice:
         self.finish_reason: Ending | None = None
         self._codec = codec
         self._rules = rules
-        shown = codec.reply_markers(tools=rules.calls)
+        parsed = rules.calls or rules.reasoning
+        shown = codec.reply_markers(tools=rules.calls) if parsed else frozenset()
         self._detokenizer = codec.detokenizer(request.prompt, shown=shown)
         self._filter = StopFilter(rules.stops)
         self._parser: ReplyParser | None = None
-        if rules.calls or rules.reasoning:
+        if parsed:
             self._parser = codec.reply_parser(
                 tools=rules.calls, reasoning=rules.reasoning, opened=rules.opened
             )

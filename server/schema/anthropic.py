@@ -6,7 +6,6 @@ depth.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -40,12 +39,15 @@ T = TypeVar("T", bound=Closed)
 
 # Fields of the API for what this server does not have, each with the values that ask for nothing.
 ABSENT: dict[str, tuple[Any, ...]] = {
+    "billing_policy": (),
+    "compaction": (),
     "container": (),
     "context_management": (
         {},
         {"edits": []},
         {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     ),
+    "fallback_credit_token": (),
     "fallbacks": ([],),
     "inference_geo": (),
     "mcp_servers": ([],),
@@ -54,9 +56,7 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "thread": (),
 }
 
-_PATH = re.compile(r"(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
+_TURNS = ("messages", "system")
 
 
 class ThreadUnsupported(RequestError):
@@ -205,50 +205,20 @@ def _convert(fields: dict[str, Any], struct: type[T]) -> T:
     try:
         return msgspec.convert(fields, struct)
     except msgspec.ValidationError as exc:
-        raise _invalid(fields, str(exc)) from None
+        fault = strict.locate(fields, str(exc))
+        if _other_kind(fault):
+            raise RequestError(
+                f"'{fault.path}' {strict.shown(fault.value)} is not supported by this server here: it reads "
+                "text, tool calls and their results",
+                param=fault.path,
+            ) from None
+        raise strict.invalid(fault) from None
 
 
-def _invalid(fields: dict[str, Any], error: str) -> RequestError:
-    what, steps, value = _located(fields, error)
-    path = ".".join(steps)
-    if unknown := _UNKNOWN.fullmatch(what):
-        name = unknown["name"]
-        try:
-            strict.refuse_unknown({name: value[name]}, set(), at=path + "." if path else "")
-        except RequestError as refused:
-            return refused
-    if missing := _MISSING.fullmatch(what):
-        name = ".".join([*steps, missing["name"]])
-        return RequestError(f"'{name}' is required", param=name)
-    if what.startswith("Invalid value '") and steps[-1:] == ["type"] and steps[0] in ("messages", "system"):
-        return RequestError(
-            f"'{path}' {strict.shown(value)} is not supported by this server here: it reads text, tool calls "
-            "and their results",
-            param=path,
-        )
-    # Its own words for these repeat the value, however long it is.
-    known = not what.startswith(("Invalid enum value", "Invalid value"))
-    what = what[:1].lower() + what[1:] if known else "none of the allowed values"
-    return RequestError(f"Invalid value for '{path}': {what}; given: {strict.shown(value)}", param=path)
-
-
-def _located(fields: dict[str, Any], error: str) -> tuple[str, list[str], Any]:
-    """Part a conversion's error into what is wrong, the steps to where it is, and the value there.
-
-    An unknown name can be spelled like the end of an error: it is one only if the name is really there.
-    """
-    if found := _PATH.fullmatch(error):
-        what, steps = found["what"], re.findall(r"[^.\[\]]+", found["path"])
-        value: Any = fields
-        try:
-            for step in steps:
-                value = value[int(step)] if isinstance(value, list) else value[step]
-            unknown = _UNKNOWN.fullmatch(what)
-            if unknown is None or (isinstance(value, dict) and unknown["name"] in value):
-                return what, steps, value
-        except (LookupError, TypeError, ValueError):
-            pass
-    return error, [], fields
+def _other_kind(fault: strict.Fault) -> bool:
+    """Whether a block is of a kind that this server doesn't read."""
+    steps = fault.steps
+    return fault.what.startswith("Invalid value '") and steps[-1:] == ("type",) and steps[0] in _TURNS
 
 
 def _check_conversation(request: Conversation) -> None:

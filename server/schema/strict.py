@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
@@ -20,7 +20,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 SHOWN_CHARS = 100
 
-_WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_WHERE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
 
 
 def loads(body: bytes) -> dict[str, Any]:
@@ -64,35 +66,71 @@ def convert(fields: dict[str, Any], struct: type[T], *, at: str = "") -> T:
     try:
         return msgspec.convert(fields, struct)
     except msgspec.ValidationError as exc:
-        found = _WHERE.match(str(exc))
-        assert found is not None
-        path = at + (found["path"] or "")
-        what = found["what"]
-        if what.startswith("Object missing required field"):
-            name = ".".join(filter(None, (path.rstrip("."), what.split("`")[1])))
-            raise RequestError(f"'{name}' is required", param=name) from None
-        if what.startswith("Object contains unknown field"):
-            raise _unknown(".".join(filter(None, (path.rstrip("."), what.split("`")[1])))) from None
-        root = re.split(r"[.\[]", found["path"] or "", maxsplit=1)[0]
-        value = shown(fields.get(root))
-        # Its own words for this repeat the value, however long it is.
-        is_choice = what.startswith("Invalid enum value")
-        what = "none of the allowed values" if is_choice else what[:1].lower() + what[1:]
-        raise RequestError(f"Invalid value for '{path}': {what}; given: {value}", param=path) from None
+        raise invalid(locate(fields, str(exc)), at=at) from None
+
+
+class Fault(NamedTuple):
+    """What a conversion found wrong, the steps to where it is, and the value there."""
+
+    what: str
+    steps: tuple[str, ...]
+    value: Any
+
+    @property
+    def path(self) -> str:
+        """The steps as messages show them."""
+        return ".".join(self.steps)
+
+
+def locate(fields: dict[str, Any], error: str) -> Fault:
+    """Part a conversion's error into what is wrong and where.
+
+    An unknown name can be spelled like the end of an error: it is one only if the name is really there.
+    """
+    if found := _WHERE.fullmatch(error):
+        # Inside an object of any names the path goes no further than "[...]".
+        path = found["path"].partition("[...]")[0]
+        what, steps = found["what"], tuple(re.findall(r"[^.\[\]]+", path))
+        value: Any = fields
+        try:
+            for step in steps:
+                value = value[int(step)] if isinstance(value, list) else value[step]
+            unknown = _UNKNOWN.fullmatch(what)
+            if unknown is None or (isinstance(value, dict) and unknown["name"] in value):
+                return Fault(what, steps, value)
+        except (LookupError, TypeError, ValueError):
+            pass
+    return Fault(error, (), fields)
+
+
+def invalid(fault: Fault, *, at: str = "") -> RequestError:
+    """The error that says what is wrong, naming the field and showing its value."""
+    path = at + fault.path
+    inside = path + "." if fault.steps else at
+    if unknown := _UNKNOWN.fullmatch(fault.what):
+        try:
+            refuse_unknown({unknown["name"]: fault.value[unknown["name"]]}, set(), at=inside)
+        except RequestError as refused:
+            return refused
+    if missing := _MISSING.fullmatch(fault.what):
+        name = inside + missing["name"]
+        return RequestError(f"'{name}' is required", param=name)
+    # Its own words for these repeat the value, however long it is.
+    known = not fault.what.startswith(("Invalid enum value", "Invalid value"))
+    what = fault.what[:1].lower() + fault.what[1:] if known else "none of the allowed values"
+    return RequestError(f"Invalid value for '{path}': {what}; given: {shown(fault.value)}", param=path)
 
 
 def refuse_unknown(fields: dict[str, Any], known: set[str], *, at: str = "") -> None:
     """Raise RequestError for the first field that is not known."""
     for name, value in fields.items():
         if name not in known:
-            # The value is in Python's notation there.
-            raise _unknown(at + name, f", value: {_cut(value, repr)}")
-
-
-def _unknown(name: str, value: str = "") -> RequestError:
-    # A fixed text that clients look for.
-    field = clean(name)[:SHOWN_CHARS]
-    return RequestError(f"Extra inputs are not permitted, field: '{field}'{value}", param=field)
+            field = clean(at + name)[:SHOWN_CHARS]
+            # A fixed text that clients look for; the value is in Python's notation there.
+            found = _cut(value, repr)
+            raise RequestError(
+                f"Extra inputs are not permitted, field: '{field}', value: {found}", param=field
+            )
 
 
 def shown(value: Any) -> str:

@@ -65,7 +65,7 @@ CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{
     [
         ([], "messages"),
         ("hi", "messages"),
-        ([3], "messages[0]"),
+        ([3], "messages.0"),
         ([{"role": "user"}], "messages.0.content"),
         ([{"role": "king", "content": "a"}], "messages.0.role"),
         ([{"role": "user", "content": 5}], "messages.0.content"),
@@ -77,7 +77,7 @@ CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{
         ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text"),
         (
             [{"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}],
-            "messages.0.tool_calls[0].function",
+            "messages.0.tool_calls.0.function",
         ),
         ([{"role": "user", "content": "a", "tool_calls": [CALL]}], "messages.0.tool_calls"),
         ([{"role": "user", "content": "a", "reasoning_content": "b"}], "messages.0.reasoning_content"),

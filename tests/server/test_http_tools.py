@@ -184,7 +184,7 @@ async def test_a_required_call_is_held_to_its_tools_and_their_arguments(
         ({"tools": [{"type": "function", "function": {"name": "a", "x": 1}}]}, "tools.0.function.x"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [WEATHER] * 129}, "tools"),
-        ({"tools": [5]}, "tools[0]"),
+        ({"tools": [5]}, "tools.0"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         (

@@ -68,6 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     shown = commands.add_parser("settings", help="print the settings in force", allow_abbrev=False)
     shown.add_argument("--markdown", action="store_true", help="print docs/settings.md instead")
     shown.set_defaults(run=_settings)
+
+    fields = commands.add_parser("fields", help="print the fields of requests", allow_abbrev=False)
+    fields.add_argument("--markdown", action="store_true", help="print docs/http.md instead")
+    fields.set_defaults(run=_fields)
     return parser
 
 
@@ -121,6 +125,13 @@ def _settings(args: argparse.Namespace) -> int:
     load(EngineConfig)
     load(ServerConfig)
     print("\n".join(effective(os.environ)))
+    return 0
+
+
+def _fields(args: argparse.Namespace) -> int:
+    from server.schema.doc_fields import lines, markdown
+
+    sys.stdout.write(markdown() if args.markdown else "\n".join(lines()) + "\n")
     return 0
 
 

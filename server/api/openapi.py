@@ -78,6 +78,7 @@ def limits_of(services: Services) -> Limits:
         max_prompts=config.max_prompts,
         max_stop_chars=config.max_stop_chars,
         max_key_chars=config.max_key_chars,
+        reasons=codec.reasons,
         keys=bool(config.api_keys_file),
     )
 

@@ -8,6 +8,7 @@ from server.schema.anthropic_parts import MessageTurn
 from server.schema.doc_dialects import Struct
 from server.schema.messages import Message
 from server.schema.requests import ChatRequest, ResponseFormat
+from server.schema.responses_api import ResponsesRequest
 from server.schema.responses_items import MessageItem
 from server.schema.responses_options import TextFormat, ToolChoice
 from server.schema.tokens import TokenizeRequest
@@ -60,10 +61,6 @@ _COMMON: tuple[tuple[set[str], Json], ...] = (
         ),
     ),
     (
-        {"tool_choice", "tools"},
-        _if(_given(tool_choice={"enum": ["required", "any"]}), _given(tools=_SOME)),
-    ),
-    (
         {"output_format", "output_config"},
         _if(
             _given(output_format=_SET),
@@ -71,9 +68,11 @@ _COMMON: tuple[tuple[set[str], Json], ...] = (
         ),
     ),
 )
-_CALLS = ("tool_calls", "function_call")
+_NEEDS_TOOLS = _if(_given(tool_choice={"enum": ["required", "any"]}), _given(tools=_SOME))
 _OWN: dict[Struct, tuple[Json, ...]] = {
+    ResponsesRequest: (_NEEDS_TOOLS,),
     ChatRequest: (
+        _NEEDS_TOOLS,
         {
             "properties": {
                 name: {"anyOf": [{"type": "integer", "minimum": 1}, _NULL]}

@@ -31,9 +31,9 @@ _NOTHING: Values = MappingProxyType({})
 class Body(NamedTuple):
     """A request's body.
 
-    `absent` are fields that are not served, each with the values that ask for nothing; `ignored` are taken
-    whatever they hold. `parts` are the structs that its lists of objects hold, by where they stand: the types
-    of the struct don't say it.
+    `absent` are fields that are not served, each with the values that ask for nothing, `refused` those of
+    the struct that this path does not serve; `ignored` are taken whatever they hold. `words` says why.
+    `parts` are the structs that its lists of objects hold, by where they stand: no type says it.
     """
 
     path: str
@@ -42,6 +42,7 @@ class Body(NamedTuple):
     ignored: frozenset[str] = frozenset()
     words: Mapping[str, str] = MappingProxyType({})
     parts: tuple[tuple[str, Struct], ...] = ()
+    refused: Values = _NOTHING
 
 
 _TURNS: tuple[tuple[str, Struct], ...] = (
@@ -49,6 +50,41 @@ _TURNS: tuple[tuple[str, Struct], ...] = (
     ("messages[].content[]", messages.TextPart),
 )
 _TOOLS: tuple[tuple[str, Struct], ...] = (("tools[]", tools.Tool), ("tools[].function", tools.Function))
+# Why fields do nothing or are refused, where the code has no words of its own for it.
+WORDS: Mapping[str, str] = {
+    "audio": "This model gives text only",
+    "billing_policy": "Nobody is billed",
+    "compaction": "Nothing is compacted",
+    "container": "This server runs no tools",
+    "context_management": "Nothing is dropped from a conversation",
+    "fallback_credit_token": "Nobody is billed",
+    "fallbacks": "There is one model",
+    "include_routing_matrix": "Models here route nothing between experts",
+    "inference_geo": "There is one place",
+    "mcp_servers": "This server calls no others",
+    "moderation": "There is no moderation model",
+    "prompt_cache_options": "Every prompt is cached, to the token",
+    "prompt_cache_retention": "Prompts are kept as long as there is room",
+    "prompt_token_ids": "A list of ids is a 'prompt' of completions",
+    "raw_output": "Not in this dialect",
+    "refusal": "Nothing is refused by the model",
+    "annotations": "Nothing is annotated",
+    "safety_identifier": "Nobody is watched",
+    "sampling_mask": "Give 'logit_bias'",
+    "speed": "There is one speed",
+    "store": "Nothing is stored",
+    "thread": "Nothing is stored: send the whole conversation",
+    "verbosity": "Models served here know no such control",
+    **neutral.WORDS,
+}
+UNSAID = "Not supported"
+_FOR_CHATS: Mapping[str, str] = dict.fromkeys(
+    (
+        *("reasoning_effort", "thinking", "messages", "tools", "tool_choice", "parallel_tool_calls"),
+        *("functions", "function_call", "prompt_truncate_len", "safe_tokenization"),
+    ),
+    "For chats: a completions prompt is read as it is given",
+)
 
 BODIES = (
     Body(
@@ -56,10 +92,17 @@ BODIES = (
         ChatRequest,
         neutral.CHAT_FIELDS,
         neutral.TOLERATED,
-        neutral.WORDS,
+        WORDS,
         (*_TURNS, *_TOOLS),
     ),
-    Body("/v1/completions", CompletionRequest, neutral.COMPLETION_FIELDS, neutral.TOLERATED, neutral.WORDS),
+    Body(
+        "/v1/completions",
+        CompletionRequest,
+        neutral.COMPLETION_FIELDS,
+        neutral.TOLERATED,
+        {**WORDS, **_FOR_CHATS},
+        refused={"reasoning_effort": ("none", False), "thinking": ({"type": "disabled"},)},
+    ),
     Body(
         "/v1/responses",
         ResponsesRequest,
@@ -72,8 +115,8 @@ BODIES = (
             ("tools[]", responses_options.FunctionTool),
         ),
     ),
-    Body("/v1/messages", MessagesRequest, anthropic.ABSENT),
-    Body("/v1/messages/count_tokens", CountTokensRequest, anthropic.ABSENT),
+    Body("/v1/messages", MessagesRequest, anthropic.ABSENT, words=WORDS),
+    Body("/v1/messages/count_tokens", CountTokensRequest, anthropic.ABSENT, words=WORDS),
     Body("/tokenize", tokens.TokenizeRequest, parts=(*_TURNS, *_TOOLS)),
     Body("/detokenize", tokens.DetokenizeRequest),
 )
@@ -83,12 +126,16 @@ INNER: tuple[Struct, ...] = (
     messages.FunctionCall,
     requests.JsonSchema,
     requests.ResponseFormat,
+    requests.Thinking,
     responses_options.TextFormat,
+    responses_options.Reasoning,
     responses_options.ToolChoice,
     anthropic_parts.CustomTool,
     anthropic_parts.JsonSchemaFormat,
     anthropic_parts.MessageTurn,
     anthropic_parts.ToolUseBlock,
+    anthropic_parts.ThinkingAdaptive,
+    anthropic_parts.ThinkingDisabled,
 )
 # Fields of a message that are not served.
 ABSENT_OF_PARTS: dict[Struct, Values] = {messages.Message: neutral.MESSAGE}

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from server.schema.doc_across import rules_of
-from server.schema.doc_dialects import ABSENT_OF_PARTS, BODIES, INNER, Struct, Values
+from server.schema.doc_dialects import ABSENT_OF_PARTS, BODIES, INNER, UNSAID, WORDS, Struct, Values
 from server.schema.doc_shapes import Limits, shapes
 
 Json = dict[str, Any]
@@ -39,9 +39,12 @@ def refine(schemas: Json, keys: Mapping[Struct, str], limits: Limits) -> None:
         if rules := rules_of(struct, set(schema["properties"])):
             schema["allOf"] = rules
     for body in BODIES:
+        for name, allowed in body.refused.items():
+            about = body.words.get(name, UNSAID) + ". Taken where it asks for nothing."
+            schemas[keys[body.struct]]["properties"][name] = {"enum": [*allowed, None], "description": about}
         _absent(schemas[keys[body.struct]]["properties"], body.absent, body.ignored, body.words)
     for struct, absent in ABSENT_OF_PARTS.items():
-        _absent(schemas[keys[struct]]["properties"], absent)
+        _absent(schemas[keys[struct]]["properties"], absent, words=WORDS)
     schemas |= found.more
 
 
@@ -72,7 +75,9 @@ def _absent(
     words: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     for name, allowed in absent.items():
-        about = words.get(name, "Not supported") + ". Taken where it asks for nothing."
+        about = words.get(name, UNSAID) + ". Taken where it asks for nothing."
         properties.setdefault(name, {"enum": [*allowed, None], "description": about})
     for name in sorted(ignored):
-        properties.setdefault(name, {"description": "Accepted and ignored."})
+        properties.setdefault(
+            name, {"description": f"Accepted and ignored: {words.get(name, UNSAID).lower()}."}
+        )

@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from server.schema.anthropic import CountTokensRequest, MessagesRequest
 from server.schema.anthropic_parts import (
     CustomTool,
     JsonSchemaFormat,
+    ThinkingAdaptive,
+    ThinkingDisabled,
 )
 from server.schema.doc_dialects import Struct
 from server.schema.messages import FunctionCall, Message, TextPart
@@ -21,6 +24,7 @@ from server.schema.requests import (
     CompletionRequest,
     JsonSchema,
     ResponseFormat,
+    Thinking,
 )
 from server.schema.responses_api import ResponsesRequest
 from server.schema.responses_items import (
@@ -34,7 +38,7 @@ from server.schema.responses_items import (
     SaidRefusal,
     SaidText,
 )
-from server.schema.responses_options import FunctionTool, TextFormat
+from server.schema.responses_options import FunctionTool, Reasoning, TextFormat
 from server.schema.tokens import DetokenizeRequest, TokenizeRequest
 from server.schema.tools import MAX_TOOLS, NAME, Function, Tool
 
@@ -52,6 +56,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_prompts: int
     max_stop_chars: int
     max_key_chars: int
+    reasons: bool = False
     keys: bool = False
 
 
@@ -65,11 +70,15 @@ class Shapes(NamedTuple):
 
 def shapes(limits: Limits, ref: Ref) -> Shapes:
     """Collect the shapes. `ref` refers to a struct's schema."""
+    chat = _chat(ref)
+    if not limits.reasons:
+        chat[ChatRequest]["reasoning_effort"] = {"enum": ["none", False, 0]}
     return Shapes(
         _common(limits),
         {
+            **({} if limits.reasons else _silent(ref)),
             CompletionRequest: {"prompt": _prompt(limits)},
-            **_chat(ref),
+            **chat,
             **_responses(ref),
             CustomTool: {"input_schema": _SCHEMA},
             JsonSchemaFormat: {"schema": _SCHEMA},
@@ -108,6 +117,17 @@ def _common(limits: Limits) -> dict[str, Json]:
     }
 
 
+def _silent(ref: Ref) -> dict[Struct, dict[str, Json]]:
+    """A model that does not reason can only be told not to."""
+    quiet = {"anyOf": [ref(ThinkingAdaptive), ref(ThinkingDisabled)]}
+    return {
+        Thinking: {"type": {"const": "disabled"}},
+        Reasoning: {"effort": {"const": "none"}},
+        MessagesRequest: {"thinking": quiet},
+        CountTokensRequest: {"thinking": quiet},
+    }
+
+
 def _chat(ref: Ref) -> dict[Struct, dict[str, Json]]:
     turns = _list(ref(Message), minItems=1)
     functions = _list(ref(Function), maxItems=MAX_TOOLS)
@@ -136,7 +156,10 @@ def _chat(ref: Ref) -> dict[Struct, dict[str, Json]]:
         Message: {"content": {"anyOf": [{"type": "string"}, _list(ref(TextPart))]}},
         Tool: {"function": ref(Function)},
         Function: {"parameters": _SCHEMA},
-        FunctionCall: {"arguments": {"anyOf": [{"type": "object"}, _ARGUMENTS]}},
+        FunctionCall: {
+            "name": {"type": "string", "minLength": 1},
+            "arguments": {"anyOf": [{"type": "object"}, _ARGUMENTS]},
+        },
         JsonSchema: {"schema": schema},
         ResponseFormat: {"schema": schema, "grammar": {"type": "string", "pattern": "root"}},
     }

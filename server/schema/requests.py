@@ -168,7 +168,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     metadata: Annotated[
         Metadata | None,
-        Meta(description=f"Up to {MAX_METADATA} pairs; accepted and not kept"),
+        Meta(description=f"Accepted and ignored: up to {MAX_METADATA} pairs, which are not kept"),
     ] = None
     service_tier: Annotated[
         Literal["auto", "default", "flex", "scale", "priority", "fast"] | None,

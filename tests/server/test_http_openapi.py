@@ -53,7 +53,10 @@ async def test_the_document_is_valid_and_refers_to_nothing_that_is_not_there():
     async with documented() as (_, document):
         assert document["openapi"].startswith("3.1")
         schemathesis.openapi.from_dict(document).validate()
-        for schema in document["components"]["schemas"].values():
+        # Those that the server has rules of its own for; msgspec writes the others.
+        ruled = [schema for schema in document["components"]["schemas"].values() if "allOf" in schema]
+        assert len(ruled) >= 10
+        for schema in ruled:
             jsonschema.Draft202012Validator.check_schema(schema)
         refs = {item["$ref"] for item in walk(document) if isinstance(item, dict) and "$ref" in item}
         assert len(refs) > 50

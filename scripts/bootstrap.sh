@@ -116,10 +116,12 @@ network_trouble+='|getaddrinfo|name resolution|Network is unreachable|ProxyError
 
 # FlashInfer's wrappers are tested on the CPU, without the 300 MB of GPU libraries that they declare.
 install_wrappers() {
-    [ "$(uname -sm)" = "Linux x86_64" ] &&
-        "$python" -m pip install --log "$venv/bootstrap.log" --constraint "$root/constraints.txt" --no-deps \
-            flashinfer-python apache-tvm-ffi nvidia-ml-py </dev/null >/dev/null 2>&1 ||
-        say "FlashInfer can't be installed here: the tests of its wrappers will be skipped"
+    if [ "$(uname -sm)" != "Linux x86_64" ]; then
+        say "FlashInfer is not offered for this system: the tests of its wrappers will be skipped"
+    elif ! "$python" -m pip install --log "$venv/bootstrap.log" --constraint "$root/constraints.txt" --no-deps \
+        flashinfer-python apache-tvm-ffi nvidia-ml-py </dev/null >/dev/null 2>&1; then
+        say "FlashInfer can't be installed: the tests of its wrappers will fail (details in .venv/bootstrap.log)"
+    fi
 }
 
 install() {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import time
@@ -29,12 +28,12 @@ from gpu_check_report import Report, plot, summary, write_json
 
 from engine.attention.checks import check_plan
 from tests.engine.attention.flashinfer_shim import Launches, cpu_kernels
+from tests.flashinfer_package import need_flashinfer
 
 
 @pytest.fixture
 def launches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    if importlib.util.find_spec("flashinfer") is None:
-        pytest.skip("flashinfer is not installed: the set-up script has said why")
+    need_flashinfer()
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path_factory.mktemp("flashinfer")))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

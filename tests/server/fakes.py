@@ -150,7 +150,7 @@ class FakeEngine:
             bit_identical=True,
         )
         self.submitted: list[EngineRequest] = []
-        self.generated: dict[int, int] = {}
+        self.generated: dict[FakeStream, int] = {}
         self.finished: dict[str, int] = {}
         self.gate = asyncio.Event()
         self.gate.set()
@@ -176,7 +176,7 @@ class FakeEngine:
             raise Overloaded("the queue is full")
         stream = FakeStream(self, request)
         self.submitted.append(request)
-        self.generated[id(stream)] = 0
+        self.generated[stream] = 0
         self.live.append(stream)
         self.wake.set()
         return stream
@@ -250,7 +250,7 @@ class FakeEngine:
             stream.receipt = CacheReceipt(len(request.prompt), cached, len(request.prompt) - stored)
             self._totals[0] += stream.receipt.prompt_tokens
             self._totals[1] += stream.receipt.cached_tokens
-        at = self.generated[id(stream)]
+        at = self.generated[stream]
         fail_after = self.fail_after(request) if callable(self.fail_after) else self.fail_after
         if fail_after is not None and at >= fail_after:
             self._end(stream, "error", error="the step that ran this request failed: boom")
@@ -258,7 +258,7 @@ class FakeEngine:
         room = request.params.max_tokens - at
         script = list(self.reply(request))
         ids = tuple(script[at : at + min(self.per_delta, room)])
-        self.generated[id(stream)] = at + len(ids)
+        self.generated[stream] = at + len(ids)
         ended = ids and ids[-1] in request.params.stop_token_ids and not request.params.ignore_eos
         if ended or at + len(ids) >= min(request.params.max_tokens, len(script)):
             self._end(stream, "stop" if ended else "length", ids)
@@ -271,7 +271,7 @@ class FakeEngine:
         self.live.remove(stream)
         self.finished[reason] = self.finished.get(reason, 0) + 1
         self._cached.append((stream.request.namespace, stream.request.prompt))
-        first = self.generated[id(stream)] == len(ids)
+        first = self.generated[stream] == len(ids)
         stream.push(self._delta(stream, ids, reason, first=first, error=error))
 
     def _delta(

@@ -134,7 +134,7 @@ def test_a_run_with_nothing_to_do_does_and_says_nothing(tree: Tree) -> None:
 def test_extras_are_added_and_kept_and_new_constraints_are_obeyed(tree: Tree) -> None:
     code, said = tree.run("dev")
     assert code == 0
-    assert said.count("FlashInfer can't be installed here") == 1
+    assert said.count("FlashInfer") == 1
     assert tree.installed()["extra_package"] == "1.0"
     assert tree.run() == (0, "")
     assert tree.run("dev") == (0, "")

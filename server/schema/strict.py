@@ -1,6 +1,8 @@
 """Strict JSON: one meaning for every body, or a 400 that says what is wrong and where.
 
-Python's decoder is used rather than a faster one because it alone lets duplicate keys be seen.
+Python's decoder is used rather than a faster one because it alone lets duplicate keys be seen. What holds
+many values is read by its scanner in Python: the native one keeps the interpreter's lock, and so the event
+loop, from the first value to the last.
 """
 
 from __future__ import annotations
@@ -9,16 +11,19 @@ import json
 import math
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
 from engine import RequestError
+from server.schema import counting
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 SHOWN_CHARS = 100
+# Of an error's text: its end tells where, and what it repeats of the body may be long.
+_ERROR_CHARS = 1000
 
 _WHERE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
@@ -29,7 +34,7 @@ def loads(body: bytes) -> dict[str, Any]:
     """Decode a JSON object.
 
     Raises RequestError for anything else: duplicate keys, NaN, numbers beyond a double, bad UTF-8,
-    half a surrogate pair, nesting too deep to walk.
+    half a surrogate pair, nesting too deep to walk, more values than a server should hold.
     """
     try:
         text = body.decode("utf-8")
@@ -40,7 +45,7 @@ def loads(body: bytes) -> dict[str, Any]:
     if not text.strip():
         raise RequestError("The body is empty; send a JSON object")
     try:
-        value = _decoder().decode(text)
+        value = _decoder(many=counting.holds_many(body)).decode(text)
     except RequestError:
         raise
     except RecursionError:
@@ -62,11 +67,11 @@ def convert(fields: dict[str, Any], struct: type[T], *, at: str = "") -> T:
 
     `at` prefixes the names in messages. Raises RequestError that names the field.
     """
-    refuse_unknown(fields, {f.encode_name for f in msgspec.structs.fields(struct)}, at=at)
+    refuse_unknown(fields, _names(struct), at=at)
     try:
         return msgspec.convert(fields, struct)
     except msgspec.ValidationError as exc:
-        raise invalid(locate(fields, str(exc)), at=at) from None
+        raise invalid(locate(fields, _shortened(str(exc))), at=at) from None
 
 
 class Fault(NamedTuple):
@@ -109,7 +114,7 @@ def invalid(fault: Fault, *, at: str = "") -> RequestError:
     inside = path + "." if fault.steps else at
     if unknown := _UNKNOWN.fullmatch(fault.what):
         try:
-            refuse_unknown({unknown["name"]: fault.value[unknown["name"]]}, set(), at=inside)
+            refuse_unknown({unknown["name"]: fault.value[unknown["name"]]}, frozenset(), at=inside)
         except RequestError as refused:
             return refused
     if missing := _MISSING.fullmatch(fault.what):
@@ -121,7 +126,7 @@ def invalid(fault: Fault, *, at: str = "") -> RequestError:
     return RequestError(f"Invalid value for '{path}': {what}; given: {shown(fault.value)}", param=path)
 
 
-def refuse_unknown(fields: dict[str, Any], known: set[str], *, at: str = "") -> None:
+def refuse_unknown(fields: dict[str, Any], known: frozenset[str], *, at: str = "") -> None:
     """Raise RequestError for the first field that is not known."""
     for name, value in fields.items():
         if name not in known:
@@ -138,11 +143,21 @@ def shown(value: Any) -> str:
     return _cut(value, partial(json.dumps, ensure_ascii=False))
 
 
+@lru_cache(maxsize=256)
+def _names(struct: type[msgspec.Struct]) -> frozenset[str]:
+    # What a struct's fields are called: slow to ask, and asked of the same few for each request.
+    return frozenset(field.encode_name for field in msgspec.structs.fields(struct))
+
+
+def _shortened(error: str) -> str:
+    if len(error) <= _ERROR_CHARS:
+        return error
+    return error[: _ERROR_CHARS // 2] + "..." + error[-_ERROR_CHARS // 2 :]
+
+
 def _cut(value: Any, write: Callable[[Any], str]) -> str:
-    if isinstance(value, list | str):
-        value = value[: SHOWN_CHARS + 1]
     try:
-        text = clean(write(value))
+        text = clean(write(counting.beginning(value, SHOWN_CHARS + 1)))
     except RecursionError:
         return "..."
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
@@ -153,17 +168,17 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _decoder() -> json.JSONDecoder:
-    return json.JSONDecoder(
-        object_pairs_hook=_object, parse_float=_float, parse_constant=_constant, strict=True
-    )
+def _decoder(*, many: bool) -> json.JSONDecoder:
+    kind = counting.CountingDecoder if many else json.JSONDecoder
+    return kind(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant, strict=True)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
+        seen: set[str] = set()
+        # set.add returns None.
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise RequestError(f"The body has the key '{clean(twice)[:SHOWN_CHARS]}' more than once")
     return found
 

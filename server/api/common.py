@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -28,6 +29,8 @@ class Services(msgspec.Struct, frozen=True):
     metrics: Metrics
     workers: Workers
 
+
+_ACCOUNT = re.compile(r"\Aaccounts/[^/]+/models/")
 
 SERVICES = web.AppKey("services", Services)
 
@@ -61,15 +64,20 @@ async def read_body(request: web.Request, services: Services, read: Callable[[by
     return await services.workers.run(heavy, read, body), len(body) > services.config.long_prompt_bytes
 
 
-def check_model(name: str, names: Sequence[str]) -> None:
-    """Raise ApiError 404 unless the model is served here."""
-    if name not in names:
-        raise ApiError(
-            404,
-            f"The model {shown(name)} is not served here; there is: {', '.join(names)}",
-            param="model",
-            code="model_not_found",
-        )
+def check_model(name: str, names: Sequence[str]) -> str:
+    """Return which of the served models is meant, which Fireworks' clients name with an account in front.
+
+    Raises ApiError 404 where it is none of them.
+    """
+    for one in (name, _ACCOUNT.sub("", name)):
+        if one in names:
+            return one
+    raise ApiError(
+        404,
+        f"The model {shown(name)} is not served here; there is: {', '.join(names)}",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def check_size(texts: Iterable[str], services: Services, field: str) -> None:

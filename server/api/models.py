@@ -18,8 +18,7 @@ async def get_model(http: web.Request) -> web.Response:
     """Show one name."""
     cards = _cards(http.app[SERVICES])
     name = http.match_info["name"]
-    check_model(name, tuple(cards))
-    return _json(cards[name])
+    return _json(cards[check_model(name, tuple(cards))])
 
 
 def _cards(services: Services) -> dict[str, ModelCard]:

@@ -110,6 +110,11 @@ class Choice:
         return len(self.request.prompt)
 
     @property
+    def echoed_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens that stand in front of the reply."""
+        return self.request.prompt[self.prompt_tokens - self._rules.echoed :]
+
+    @property
     def stop_text(self) -> str | None:
         """The stop string that ended the choice, if one did."""
         return self._filter.found
@@ -197,7 +202,7 @@ class Choice:
         """The prompt's own tokens, where they are shown."""
         if not (self._rules.logprobs and self._rules.echoed):
             return []
-        ids = self.request.prompt[-self._rules.echoed :]
+        ids = self.echoed_ids
         offsets = _offsets(self._codec, ids, self._rules.echo)
         return [Entry(*row) for row in zip(ids, delta.prompt_logprobs, offsets, strict=True)]
 

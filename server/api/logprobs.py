@@ -45,7 +45,8 @@ class LogprobsWriter:
         top = () if entry.logprob is None else entry.logprob.top
         return TokenLogprobs(
             token=self._codec.token_text(entry.token_id),
-            logprob=_number(entry.logprob),
+            # Clients have a number here. The very first token of a prompt is given: certain.
+            logprob=0.0 if entry.logprob is None else entry.logprob.logprob,
             bytes=self._bytes(entry.token_id),
             top_logprobs=tuple(
                 TopLogprob(self._codec.token_text(token_id), value, self._bytes(token_id), token_id)

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from engine import HeadwaterError
-from engine.text import Part
+from engine.text import GrammarSpec, Part
 from server.api.common import Services
 from server.api.logprobs import Logprobs, LogprobsWriter
 from server.api.order import Order
@@ -220,14 +220,16 @@ class _Gathered:
 
 def _raw(choice: Choice, ids: tuple[int, ...], logprobs: Logprobs | None, services: Services) -> RawOutput:
     _, codec = services.backend.require()
-    request = choice.request
+    request, constraint = choice.request, choice.request.constraint
+    # An echoed prompt counts as come out, so that ids and log-probabilities stand side by side.
+    ids = choice.echoed_ids + ids
     return RawOutput(
         prompt_fragments=(codec.decode(request.prompt, skip_special=False),),
         prompt_token_ids=request.prompt,
         completion=codec.decode(ids, skip_special=False),
         completion_token_ids=ids,
         completion_logprobs=logprobs,
-        grammar=None if request.constraint is None else request.constraint.source,
+        grammar=None if constraint is None else GrammarSpec.parse(constraint.source).text or None,
     )
 
 

@@ -51,11 +51,11 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """One token of a reply. `logprob` is null for a prompt's very first token, which nothing predicts;
+    """One token of a reply. `logprob` is 0 for a prompt's very first token, which nothing predicts;
     `text_offset` is where its text begins in the choice's."""
 
     token: str
-    logprob: float | None
+    logprob: float
     bytes: tuple[int, ...] | None
     top_logprobs: tuple[TopLogprob, ...]
     token_id: int

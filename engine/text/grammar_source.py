@@ -129,7 +129,7 @@ def _calls_grammar(
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    name = f"the parameters of tool {tool.name!r}"
+    name = f"the parameters' schema of tool {tool.name!r}"
     if tool.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     schema = read_schema(json.dumps(tool.parameters), name)

@@ -134,6 +134,8 @@ def _in_words(error: str) -> str:
     following = error.startswith("follow: ")
     lines = [line.strip() for line in error.removeprefix("follow: ").splitlines()]
     lines = [line for line in lines if line and line != "<non-verbose/>" and not _NOISE.match(line)]
+    if lines and lines[-1].startswith("error: "):  # what a bad pattern lacks, after all of it
+        lines = [*(line[:100] for line in lines[:2]), lines[-1]]
     text = _PLACE.sub("", " ".join(lines))[:300]
     if following:
         return "no text satisfies it" if "NoExtension" in text else f"it is too complex to follow: {text}"

@@ -390,3 +390,59 @@ async def test_a_body_that_never_comes_is_given_up():
         writer.close()
         await writer.wait_closed()
         await client.complete()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_bias_goes_to_tokens_of_the_vocabulary_only(path):
+    """O063: another key or value is a 400 that names it, and nothing reaches the engine."""
+    bad = [
+        ({str(VOCAB): 1}, f'"{VOCAB}"'),
+        ({"999999": 1}, '"999999"'),
+        ({"9" * 5000: 1}, '"9999'),
+        ({"-1": 1}, '"-1"'),
+        ({"abc": 1}, '"abc"'),
+        ({"1.5": 1}, '"1.5"'),
+        ({" 7": 1}, '" 7"'),
+        ({"07": 1}, '"07"'),
+        ({"٣": 1}, '"٣"'),
+        ({"5": None}, "null"),
+        ({"5": "x"}, '"x"'),
+        ({"5": True}, "true"),
+        ({"5": 1e9}, "1000000000.0"),
+        ({"5": -100.5}, "-100.5"),
+        ({str(i): 1 for i in range(100_000)}, "100000"),
+    ]
+    async with running(FakeEngine()) as client:
+        for bias, told in bad:
+            error = await refused(client, path, body_for(path, logit_bias=bias))
+            assert error["param"] == "logit_bias"
+            assert told in error["message"]
+            assert len(error["message"]) < 300
+        assert client.engine.submitted == []
+        status, body, _ = await client.post(path, body_for(path, logit_bias={"5": -100, "0": 2.5}))
+        assert status == 200, body
+        assert client.engine.submitted[0].params.logit_bias == ((5, -100.0), (0, 2.5))
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_stop_tokens_are_tokens_of_the_vocabulary(path):
+    """O064: others are a 400; the model's own end tokens stay beside the good ones."""
+    async with running(FakeEngine("abc")) as client:
+        for ids in ([VOCAB], [-1], [2**40], [5, VOCAB], [0] * 65):
+            body = body_for(path, stop_token_ids=ids, min_tokens=2)
+            assert (await refused(client, path, body))["param"].startswith("stop_token_ids")
+        assert client.engine.submitted == []
+        status, body, _ = await client.post(path, body_for(path, stop_token_ids=[98], min_tokens=1))
+        assert status == 200, body
+        params = client.engine.submitted[0].params
+        assert (params.stop_token_ids, params.min_tokens) == ((257, 98), 1)
+        assert body["usage"]["completion_tokens"] == 2
+        assert body["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_what_holds_tensors_is_unknown_and_is_never_read():
+    """O084: no field takes anything but text and token ids."""
+    async with running(FakeEngine()) as client:
+        for path in PATHS:
+            error = await refused(client, path, body_for(path, prompt_embeds="gASVCwAAAA=="))
+            assert error["param"] == "prompt_embeds"

@@ -1,4 +1,4 @@
-"""Bodies with many values: read so that other threads run meanwhile, and no further than a server can bear."""
+"""Bodies with many values: read so that other threads run meanwhile, and no further than can be borne."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class CountingDecoder(json.JSONDecoder):
 
 
 def beginning(value: Any, size: int) -> Any:
-    """The first of what a JSON-like value holds: enough to write `size` characters of it, and not much more."""
+    """The first of what a JSON-like value holds: enough to write `size` characters, and not much more."""
     return _beginning(value, [size])
 
 

@@ -177,9 +177,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
-        # set.add returns None.
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise RequestError(f"The body has the key '{clean(twice)[:SHOWN_CHARS]}' more than once")
+        for name, _ in pairs:
+            if name in seen:
+                raise RequestError(f"The body has the key '{clean(name)[:SHOWN_CHARS]}' more than once")
+            seen.add(name)
     return found
 
 

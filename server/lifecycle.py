@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import signal
 import socket
@@ -14,7 +15,7 @@ from typing import NamedTuple, Self
 
 from aiohttp import web
 
-from engine import Engine, EngineConfig, EngineInfo, TextCodec
+from engine import Engine, EngineConfig, EngineInfo, HeadwaterError, TextCodec
 from engine.models.store import resolve
 from server.app import build_app
 from server.backend import Backend
@@ -156,7 +157,20 @@ async def _live(backend: Backend, engine_config: EngineConfig, config: ServerCon
 async def _load(config: EngineConfig) -> tuple[Engine, TextCodec]:
     path = resolve(config.model).path
     codec = await asyncio.to_thread(TextCodec.load, path)
-    return await Engine.start(config), codec
+    await asyncio.to_thread(_make_ready, codec)
+    engine = await Engine.start(config)
+    # All that is here now stays: no garbage collection need walk it while requests are answered.
+    gc.collect()
+    gc.freeze()
+    return engine, codec
+
+
+def _make_ready(codec: TextCodec) -> None:
+    """Do now what would keep the interpreter's lock for long when the first grammar comes."""
+    try:
+        codec.grammars.warm()
+    except HeadwaterError as error:
+        log.warning("grammars can't be used: %s", error)
 
 
 async def _drain(

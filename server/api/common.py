@@ -83,7 +83,7 @@ def check_model(name: str, names: Sequence[str]) -> str:
 def check_size(texts: Iterable[str], services: Services, field: str) -> None:
     """Raise ContextLengthExceeded for texts so long that tokenizing them would be a waste."""
     engine, _ = services.backend.require()
-    if sum(len(text) for text in texts) > services.backend.max_prompt_bytes:
+    if sum(len(text.encode("utf-8", "replace")) for text in texts) > services.backend.max_prompt_bytes:
         raise ContextLengthExceeded(
             f"The prompt has far more tokens than the context of {engine.info.context_length} holds",
             param=field,

@@ -130,7 +130,7 @@ class CacheReceipt(msgspec.Struct, frozen=True):
         return self.prompt_tokens - self.cached_tokens
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """Log-probability of one token, generated or of the prompt, and the likeliest there, best first."""
 
     token_id: int

@@ -41,7 +41,7 @@ class Usage(msgspec.Struct, frozen=True):
 UsageField = Usage | None | UnsetType
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
+class TopLogprob(msgspec.Struct, frozen=True, gc=False):
     """A token that could have stood there. `bytes` is null for control tokens, which are no text."""
 
     token: str
@@ -50,7 +50,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
     token_id: int
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """One token of a reply. `logprob` is 0 for a prompt's very first token, which nothing predicts;
     `text_offset` is where its text begins in the choice's."""
 

@@ -42,7 +42,7 @@ def loads(body: bytes) -> dict[str, Any]:
         raise RequestError(f"The body is not valid UTF-8: {exc.reason} at byte {exc.start}") from None
     if text.startswith("\ufeff"):
         raise RequestError("The body begins with a byte order mark (BOM); send UTF-8 without one")
-    if not text.strip():
+    if not text or text.isspace():
         raise RequestError("The body is empty; send a JSON object")
     try:
         value = _decoder(many=counting.holds_many(body)).decode(text)

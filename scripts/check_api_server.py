@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from check_api_model import write_model
@@ -69,7 +68,8 @@ def _answers(url: str) -> bool:
     try:
         with urlopen(url, timeout=5) as reply:
             return bool(reply.status == 200)
-    except URLError:
+    except OSError:
+        # Nobody answers, or not in time: loading takes all there is.
         return False
 
 

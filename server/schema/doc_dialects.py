@@ -69,7 +69,7 @@ WORDS: Mapping[str, str] = {
     "raw_output": "Not in this dialect",
     "refusal": "Nothing is refused by the model",
     "annotations": "Nothing is annotated",
-    "safety_identifier": "Nobody is watched",
+    "safety_identifier": "Users are not watched",
     "sampling_mask": "Give 'logit_bias'",
     "speed": "There is one speed",
     "store": "Nothing is stored",

@@ -10,17 +10,12 @@ Json = dict[str, Any]
 Row = tuple[str, str, str]
 
 _LONGEST_ENUM = 12
-_RANGES = (
-    ("minimum", "at least {}"),
-    ("exclusiveMinimum", "more than {}"),
-    ("maximum", "at most {}"),
-    ("exclusiveMaximum", "less than {}"),
-    ("minLength", "at least {} characters"),
-    ("maxLength", "at most {} characters"),
-    ("minItems", "at least {} items"),
-    ("maxItems", "at most {} items"),
-    ("minProperties", "at least {} entries"),
-    ("maxProperties", "at most {} entries"),
+# Lowest and highest, and of what.
+_BOUNDS = (
+    ("minimum", "maximum", ""),
+    ("minLength", "maxLength", " characters"),
+    ("minItems", "maxItems", " items"),
+    ("minProperties", "maxProperties", " entries"),
 )
 
 
@@ -51,21 +46,27 @@ def field_rows(document: Json, schema: Json) -> list[Row]:
 
 
 def _about(document: Json, field: Json) -> str:
-    words = escape(field.get("description", ""))
+    words = escape(field.get("description", "") or _of_referred(document, field))
     default = field.get("default")
     if default is not None and default != [] and default != {}:
         words += f" Default: <code>{escape(json.dumps(default))}</code>"
     return "".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(words.split("`")))
 
 
+def _of_referred(document: Json, field: Json) -> str:
+    # A field without words of its own has those of what it holds, if that is one thing.
+    refs = [choice for choice in [field, *field.get("anyOf", ())] if "$ref" in choice]
+    return str(resolve(document, refs[0]).get("description", "")) if len(refs) == 1 else ""
+
+
 def kind(schema: Json) -> str:
-    """Say in HTML which values a schema allows, briefly."""
+    """Say in HTML which values a schema allows, briefly: that null is allowed goes without saying."""
     if "$ref" in schema:
         name = schema["$ref"].rsplit("/", 1)[-1]
         return f'<a href="#schema-{escape(name)}">{escape(name)}</a>'
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            return " | ".join(dict.fromkeys(kind(choice) for choice in schema[key]))
+            return " | ".join(dict.fromkeys(kind(choice) for choice in _not_null(schema[key])))
     if "const" in schema:
         return f"<code>{escape(json.dumps(schema['const']))}</code>"
     if "enum" in schema:
@@ -73,9 +74,14 @@ def kind(schema: Json) -> str:
     return _plain(schema)
 
 
+def _not_null(choices: list[Json]) -> list[Json]:
+    return [choice for choice in choices if choice.get("type") != "null"] or choices
+
+
 def _enum(values: list[Any]) -> str:
-    shown = [f"<code>{escape(json.dumps(value))}</code>" for value in values[:_LONGEST_ENUM]]
-    return " | ".join(shown) + (" | …" if len(values) > _LONGEST_ENUM else "")
+    given = [value for value in values if value is not None] or values
+    shown = [f"<code>{escape(json.dumps(value))}</code>" for value in given[:_LONGEST_ENUM]]
+    return " | ".join(shown) + (" | …" if len(given) > _LONGEST_ENUM else "")
 
 
 def _plain(schema: Json) -> str:
@@ -85,5 +91,28 @@ def _plain(schema: Json) -> str:
         words = f"array of ({kind(schema['items'])})"
     elif words == "object" and isinstance(schema.get("additionalProperties"), dict):
         words = f"object of ({kind(schema['additionalProperties'])})"
-    ranges = [text.format(schema[key]) for key, text in _RANGES if key in schema]
+    elif words == "object" and schema.get("properties"):
+        words += " with " + ", ".join(f"<code>{escape(name)}</code>" for name in schema["properties"])
+    ranges = _ranges(schema)
     return words + (f" <small>{', '.join(ranges)}</small>" if ranges else "")
+
+
+def _ranges(schema: Json) -> list[str]:
+    found = [_range(schema.get(low), schema.get(high), unit) for low, high, unit in _BOUNDS]
+    if "exclusiveMinimum" in schema:
+        found.insert(0, f"above {_number(schema['exclusiveMinimum'])}")
+    if "exclusiveMaximum" in schema:
+        found.append(f"below {_number(schema['exclusiveMaximum'])}")
+    return [text for text in found if text]
+
+
+def _range(low: float | None, high: float | None, unit: str) -> str:
+    if low is not None and high is not None:
+        return f"{_number(low)} to {_number(high)}{unit}"
+    if low is not None:
+        return f"{_number(low)} or more{unit}"
+    return "" if high is None else f"up to {_number(high)}{unit}"
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else str(value)

@@ -208,7 +208,7 @@ def test_a_grammar_whose_tokens_cost_too_much_is_refused(codec: TextCodec) -> No
 
 def test_a_child_that_died_of_itself_is_started_again(small: TextCodec) -> None:
     grammars = small.grammars
-    grammars.compile(GrammarSpec("json_object"))
+    grammars.warm()
     child = grammars._trial._child
     assert child is not None
     child.kill()

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from check_api_cases import FAMILIES, Job, Outcome, run_job
+from check_api_cases import FAMILIES, Job, Outcome, run_job, told
 from check_api_server import serving
 
 SHARE = 0.3
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds a reply may take (default 60)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the requests (default 1)")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that ask")
+    parser.add_argument("--reasons", type=int, default=0, help="commonest refusals shown a family")
     parser.add_argument("--families", nargs="+", choices=sorted(FAMILIES), default=list(FAMILIES))
     args = parser.parse_args(argv)
     began = time.monotonic()
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcomes = ask(url, args.families, args.cases, args.seconds, args.limit, args.seed, args.workers)
     for line in table(outcomes):
         print(line)
+    for family, found in outcomes.items() if args.reasons else ():
+        print(f"refused, {family}:", *told(found.reasons, args.reasons), sep="\n")
     faults = verdict(outcomes, args.cases)
     for fault in faults:
         print("FAIL", fault)

@@ -66,7 +66,9 @@ class Outcome:
         self.reasons += other.reasons
 
 
-class _Reply(NamedTuple):
+class Reply(NamedTuple):
+    """What came back, in `seconds`, to what was `sent`; status 0 where nothing did."""
+
     status: int
     headers: dict[str, str]
     text: str
@@ -85,19 +87,19 @@ def run_job(job: Job) -> Outcome:
     outcome = Outcome()
     sender = _Sender(job)
     paths = FAMILIES[job.family]
-    for number, (mode, cases) in enumerate(_shares(job.cases, len(paths))):
+    for number, (mode, cases) in enumerate(shares(job.cases, len(paths))):
         method, path = paths[number % len(paths)]
         fitting = GenerationMode.POSITIVE if mode else GenerationMode.NEGATIVE
         strategy = schema[path][method].as_strategy(generation_mode=fitting)
         for case in _cases(strategy, cases, job):
             sender.send(case)
     for reply in sender.replies():
-        _judge(outcome, reply, job)
+        judge(outcome, reply, job)
     return outcome
 
 
-def _shares(cases: int, paths: int) -> Iterator[tuple[bool, int]]:
-    # For each path its cases that fit the document, then for each those that don't.
+def shares(cases: int, paths: int) -> Iterator[tuple[bool, int]]:
+    """For each path its cases that fit the document, then for each those that don't."""
     fitting = round(cases * FITTING)
     for fits, total in ((True, fitting), (False, cases - fitting)):
         for path in range(paths):
@@ -112,7 +114,7 @@ def _cases(strategy: Any, count: int, job: Job) -> list[Any]:
 
     def collect(case: Any) -> None:
         if len(found) < count:
-            case.body = _written(case.body)
+            case.body = written(case.body)
             found.append(case)
 
     quiet = settings(
@@ -132,13 +134,13 @@ def _cases(strategy: Any, count: int, job: Job) -> list[Any]:
     return found
 
 
-def _written(value: Any) -> Any:
+def written(value: Any) -> Any:
     """A body as clients write it: to a schema 1.0 is an integer, too, but nobody sends one so."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     if isinstance(value, dict):
-        return {name: _written(item) for name, item in value.items()}
-    return [_written(item) for item in value] if isinstance(value, list) else value
+        return {name: written(item) for name, item in value.items()}
+    return [written(item) for item in value] if isinstance(value, list) else value
 
 
 class _Sender:
@@ -148,7 +150,7 @@ class _Sender:
         self._job = job
         self._pool = ThreadPoolExecutor(IN_FLIGHT)
         self._room = BoundedSemaphore(2 * IN_FLIGHT)
-        self._sent: list[Future[_Reply]] = []
+        self._sent: list[Future[Reply]] = []
         self._own = local()
 
     def send(self, case: Any) -> None:
@@ -157,13 +159,13 @@ class _Sender:
             self._room.acquire()
             self._sent.append(self._pool.submit(self._ask, case))
 
-    def replies(self) -> Iterator[_Reply]:
+    def replies(self) -> Iterator[Reply]:
         """Give all replies."""
         for sent in self._sent:
             yield sent.result()
         self._pool.shutdown()
 
-    def _ask(self, case: Any) -> _Reply:
+    def _ask(self, case: Any) -> Reply:
         import requests
 
         try:
@@ -177,9 +179,9 @@ class _Sender:
                 reply = session.request(**how, timeout=self._job.limit)
                 reply.encoding = "utf-8"
                 text, headers = reply.text, {k.lower(): v for k, v in reply.headers.items()}
-                return _Reply(reply.status_code, headers, text, time.monotonic() - began, sent)
+                return Reply(reply.status_code, headers, text, time.monotonic() - began, sent)
             except requests.RequestException as error:
-                return _Reply(0, {}, repr(error), time.monotonic() - began, sent)
+                return Reply(0, {}, repr(error), time.monotonic() - began, sent)
         finally:
             self._room.release()
 
@@ -190,7 +192,8 @@ def _shown(case: Any) -> str:
     return f"{case.method} {case.formatted_path}{headers} {json.dumps(body)}"[:2000]
 
 
-def _judge(outcome: Outcome, reply: _Reply, job: Job) -> None:
+def judge(outcome: Outcome, reply: Reply, job: Job) -> None:
+    """Count a reply in."""
     outcome.cases += 1
     outcome.slowest = max(outcome.slowest, reply.seconds)
     if reply.status == 0 or reply.seconds > job.limit:
@@ -208,7 +211,7 @@ def _judge(outcome: Outcome, reply: _Reply, job: Job) -> None:
         outcome.good += 1
 
 
-def _broken(reply: _Reply) -> str | None:
+def _broken(reply: Reply) -> str | None:
     """Say what is wrong with a reply that should be whole."""
     if reply.headers.get("content-type", "").startswith("application/json"):
         json.loads(reply.text)

@@ -36,11 +36,9 @@ _ERRORS = {
     408: "The body did not arrive in time.",
     413: "The body is larger than is taken.",
     415: "The body is not JSON, or is compressed.",
-    429: "Too many requests; Retry-After tells how long to wait.",
     500: "The step that ran this request failed.",
     503: "Overloaded, loading or shutting down; Retry-After tells how long to wait.",
 }
-_RETRIED = (429, 503)
 
 _TAGS = {
     "Generate": "Text from the model.",
@@ -199,7 +197,7 @@ def _error_responses(kind: str, schema: Json) -> Json:
     found: Json = {}
     for status, about in _ERRORS.items():
         headers: Json = {"x-request-id": {"$ref": "#/components/headers/request_id"}}
-        if status in _RETRIED:
+        if status == 503:
             headers["Retry-After"] = {"$ref": "#/components/headers/retry_after"}
         content = {"application/json": {"schema": schema}}
         found[f"{kind}_{status}"] = {"description": about, "headers": headers, "content": content}

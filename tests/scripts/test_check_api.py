@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from check_api import table, verdict
-from check_api_cases import FAMILIES, Job, Outcome, _judge, _Reply, _shares, _written
+from check_api_cases import FAMILIES, Job, Outcome, Reply, judge, shares, written
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = 17
@@ -28,15 +28,15 @@ def test_a_hundred_random_requests_find_no_fault() -> None:
     assert re.search(r"^PASS: \d+ s in all$", result.stdout, re.MULTILINE)
 
 
-def reply(status: int, text: str = "{}", kind: str = "application/json", **headers: str) -> _Reply:
+def reply(status: int, text: str = "{}", kind: str = "application/json", **headers: str) -> Reply:
     found = {"content-type": kind} | {name.replace("_", "-"): value for name, value in headers.items()}
-    return _Reply(status, found, text, 0.1, "POST /x {}")
+    return Reply(status, found, text, 0.1, "POST /x {}")
 
 
-def judged(*replies: _Reply) -> Outcome:
+def judged(*replies: Reply) -> Outcome:
     outcome = Outcome()
     for one in replies:
-        _judge(outcome, one, JOB)
+        judge(outcome, one, JOB)
     return outcome
 
 
@@ -71,7 +71,7 @@ def test_replies_are_sorted_by_what_they_are() -> None:
         reply(200, 'event: error\ndata: {"error": {"type": "api_error", "message": "boom"}}\n\n', STREAM),
     ],
 )
-def test_what_must_not_be_is_a_fault(bad: _Reply) -> None:
+def test_what_must_not_be_is_a_fault(bad: Reply) -> None:
     found = judged(reply(200), bad)
     assert len(found.faults) == 1
     assert "POST /x {}" in found.faults[0]
@@ -91,13 +91,13 @@ def test_too_few_cases_and_too_few_good_ones_fail_the_check() -> None:
 def test_every_case_is_given_to_a_path_and_most_fit_the_document() -> None:
     for cases in (1, 17, 250):
         for paths in (1, 2):
-            shares = list(_shares(cases, paths))
-            assert sum(count for _, count in shares) == cases
-            assert sum(count for fits, count in shares if fits) == round(cases * 0.75)
+            given = list(shares(cases, paths))
+            assert sum(count for _, count in given) == cases
+            assert sum(count for fits, count in given if fits) == round(cases * 0.75)
 
 
 def test_whole_numbers_are_written_as_clients_write_them() -> None:
     """A generator's 1.0 says the same as 1 to a schema, and is no integer to a server."""
-    assert repr(_written({"a": [1.0, 0.5, True, None, "x"], "b": 1e300})) == (
+    assert repr(written({"a": [1.0, 0.5, True, None, "x"], "b": 1e300})) == (
         "{'a': [1, 0.5, True, None, 'x'], 'b': 1e+300}"
     )

@@ -46,8 +46,11 @@ def build_app(backend: Backend, config: ServerConfig) -> web.Application:
     if keys is not None:
         app[KEYS] = keys
         keys.announce()
-    workers = Workers(config.text_threads)
-    app[SERVICES] = Services(config=config, backend=backend, metrics=Metrics(backend), workers=workers)
+    # A finished reply must not wait behind long prompts.
+    workers, writers = Workers(config.text_threads), Workers(1, "replies")
+    app[SERVICES] = Services(
+        config=config, backend=backend, metrics=Metrics(backend), workers=workers, writers=writers
+    )
     for prefix in PREFIXES:
         app.router.add_post(prefix + "/v1/completions", completions.handle)
         app.router.add_post(prefix + "/v1/chat/completions", chat.handle)
@@ -64,6 +67,7 @@ def build_app(backend: Backend, config: ServerConfig) -> web.Application:
 
     async def close(_: web.Application) -> None:
         workers.close()
+        writers.close()
 
     app.on_cleanup.append(close)
     return app

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 # Pieces that wait for a slow client before its choices wait too.
 QUEUED_PIECES = 64
 
+MANY = 16
+"""Choices that are set up at one go: more take long enough for others to have their turn meanwhile."""
+
 Ending = Literal["stop", "length", "tool_calls"]
 
 
@@ -38,7 +41,7 @@ class Rules(NamedTuple):
 
     `calls`: what stands where calls do is taken for calls; `several`: not only for the first. `reasoning`:
     it is told apart. `logprobs`: pieces tell them. `echo` is the text in front of the reply, `echoed` the
-    number of the prompt's tokens behind it.
+    number of the prompt's tokens behind it, `offsets` where in it they begin, where pieces tell them.
     """
 
     stops: tuple[str, ...] = ()
@@ -49,6 +52,7 @@ class Rules(NamedTuple):
     logprobs: bool = False
     echo: str = ""
     echoed: int = 0
+    offsets: tuple[int, ...] = ()
 
 
 class Entry(NamedTuple):
@@ -202,9 +206,8 @@ class Choice:
         """The prompt's own tokens, where they are shown."""
         if not (self._rules.logprobs and self._rules.echoed):
             return []
-        ids = self.echoed_ids
-        offsets = _offsets(self._codec, ids, self._rules.echo)
-        return [Entry(*row) for row in zip(ids, delta.prompt_logprobs, offsets, strict=True)]
+        rows = zip(self.echoed_ids, delta.prompt_logprobs, self._rules.offsets, strict=True)
+        return [Entry(*row) for row in rows]
 
 
 class Choices:
@@ -225,7 +228,9 @@ class Choices:
 
     async def __aenter__(self) -> Self:
         try:
-            for choice in self.choices:
+            for number, choice in enumerate(self.choices):
+                if number and number % MANY == 0:
+                    await asyncio.sleep(0)
                 self._streams.append(self._engine.submit(choice.request))
         except BaseException:
             self._abort()
@@ -288,7 +293,7 @@ class Choices:
                 stream.abort()
 
 
-def _offsets(codec: TextCodec, ids: Sequence[int], text: str) -> list[int]:
+def offsets_of(codec: TextCodec, ids: Sequence[int], text: str) -> tuple[int, ...]:
     """Where in `text` each of the tokens behind it begins."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     at, found = 0, []

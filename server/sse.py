@@ -8,28 +8,31 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 from aiohttp import web
+
+from server.encoding import encode, encode_long
 
 log = logging.getLogger("headwater.server")
 
 # Line ends to sloppy parsers of event streams (and to str.splitlines), so they are always escaped.
 _ESCAPES = tuple((char.encode(), rb"\u%04x" % ord(char)) for char in ("\u0085", "\u2028", "\u2029"))
 
-_encoder = msgspec.json.Encoder()
-
 
 class ClientGone(ConnectionError):
     """The client left, or stopped reading for too long and was dropped."""
 
 
-def encode_event(payload: Any) -> bytes:
-    """Write one JSON value as one `data:` line and the empty line that ends the event."""
-    data = _encoder.encode(payload)
+def encode_event(payload: Any, name: str | None = None, *, long: bool = False) -> bytes:
+    """Write one JSON value as one `data:` line and the empty line that ends the event.
+
+    `name` is of its kind, if it has one. `long`: see encoding.encode_long.
+    """
+    data = encode_long(payload) if long else encode(payload)
     if not data.isascii():
         for raw, escaped in _ESCAPES:
             data = data.replace(raw, escaped)
-    return b"data: " + data + b"\n\n"
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + data + b"\n\n"
 
 
 class EventWriter:
@@ -56,10 +59,9 @@ class EventWriter:
         async with self._limit():
             await self._response.prepare(self._request)
 
-    async def event(self, payload: Any, name: str | None = None) -> None:
-        """Send one event, with the name of its kind if it has one."""
-        head = b"" if name is None else b"event: " + name.encode() + b"\n"
-        await self._write(head + encode_event(payload))
+    async def send(self, event: bytes) -> None:
+        """Send one event, as `encode_event` writes it."""
+        await self._write(event)
 
     async def comment(self, text: str) -> None:
         """Send a comment, which clients skip: it keeps the connection alive."""

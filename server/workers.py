@@ -1,4 +1,4 @@
-"""Worker threads for what would hold the event loop up: decoding, rendering and tokenizing long requests."""
+"""Worker threads for what would hold the event loop up: reading long requests and writing long replies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ R = TypeVar("R")
 class Workers:
     """A few threads of our own, so that long requests queue behind each other and not before others."""
 
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
+    def __init__(self, threads: int, name: str = "text") -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, heavy: bool, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call in a worker when `heavy`, else right here."""

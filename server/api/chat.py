@@ -11,7 +11,7 @@ from engine import ContextLengthExceeded, RequestError
 from server.api.chat_dialect import ChatDialect
 from server.api.common import SERVICES, Services, check_model, check_size, model_names, read_body
 from server.api.grammar import compile_calls, compile_format
-from server.api.order import Frame, Order, Prompt, build_order
+from server.api.order import Frame, Order, Prompt, make_order
 from server.api.reply import reply
 from server.schema.messages import read_messages
 from server.schema.requests import ChatRequest, read_chat
@@ -44,7 +44,9 @@ async def take_chat(
     engine, _ = services.backend.require()
     check_model(body.model, model_names(engine.info, services.config))
     prompt, frame = await prepare_chat(services, body, long=long)
-    return build_order(http, services, body, [prompt], prefix=prefix, field="messages", frame=frame)
+    return await make_order(
+        http, services, body, [prompt], prefix=prefix, field="messages", frame=frame, long=long
+    )
 
 
 async def prepare_chat(services: Services, body: ChatRequest, *, long: bool) -> tuple[Prompt, Frame]:

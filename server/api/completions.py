@@ -12,7 +12,7 @@ from msgspec import UNSET
 from engine import RequestError
 from server.api.common import SERVICES, Services, check_model, check_size, model_names, read_body
 from server.api.grammar import compile_format
-from server.api.order import Frame, Order, Prompt, build_order
+from server.api.order import Frame, Order, Prompt, make_order
 from server.api.reply import Event, Reply, Update, reply
 from server.errors import ErrorObject
 from server.schema.prompts import read_prompts
@@ -108,7 +108,9 @@ async def handle(http: web.Request) -> web.StreamResponse:
         _check_reasoning(body)
         heavy = long or body.response_format is not None
         prompts, frame = await services.workers.run(heavy, _prepare, services, codec, body)
-        order = build_order(http, services, body, prompts, prefix="cmpl-", field="prompt", frame=frame)
+        order = await make_order(
+            http, services, body, prompts, prefix="cmpl-", field="prompt", frame=frame, long=long
+        )
         return await reply(http, services, order, CompletionDialect(), started)
 
 

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from engine import ContextLengthExceeded, EngineInfo, EngineRequest, Namespace, RequestError, SamplingParams
 from server.api.common import Services
-from server.generate import Rules
+from server.generate import MANY, Rules, offsets_of
 from server.schema.prompts import read_bias, read_stop_ids, read_stops
 from server.schema.requests import CompletionRequest, GenerateRequest
 from server.schema.strict import clean
@@ -49,7 +49,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
     `requests` has `generated` choices for each prompt in turn, of which `shown` are told. `rules` go with
     the prompts. `logprobs` is the form in which they are told, None for none; `top` is how many likeliest
-    tokens stand beside each.
+    tokens stand beside each. `long`: the request is, and so is what repeats it.
     """
 
     reply_id: str
@@ -69,9 +69,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     top: int
     service_tier: str | None
     legacy_calls: bool = False
+    long: bool = False
 
 
-def build_order(
+async def make_order(
     http: web.Request,
     services: Services,
     body: GenerateRequest,
@@ -80,14 +81,30 @@ def build_order(
     prefix: str,
     field: str,
     frame: Frame | None = None,
+    long: bool,
 ) -> Order:
-    """Turn tokenized prompts into engine requests.
+    """Turn tokenized prompts into engine requests, in a worker where that may take long.
 
     `prefix` begins the reply's id; `field` is the request field that holds the prompt, for messages.
-    Raises RequestError.
+    `long` says that the request is. Raises RequestError.
     """
+    heavy = long or len(prompts) * _each(body) > MANY
+    return await services.writers.run(
+        heavy, _build, http, services, body, prompts, prefix, field, frame or Frame(), long
+    )
+
+
+def _build(
+    http: web.Request,
+    services: Services,
+    body: GenerateRequest,
+    prompts: Sequence[Prompt],
+    prefix: str,
+    field: str,
+    frame: Frame,
+    long: bool,
+) -> Order:
     engine, codec = services.backend.require()
-    frame = frame or Frame()
     generated = _generated(services, body, len(prompts), engine.config.max_waiting)
     build = _Builder(services, body, engine.info, codec, frame, field)
     reply_id = prefix + uuid.uuid4().hex
@@ -122,6 +139,7 @@ def build_order(
         top=build.top,
         service_tier=None if body.service_tier is None else _tier(body),
         legacy_calls=frame.tools.legacy,
+        long=long,
     )
 
 
@@ -176,6 +194,7 @@ class _Builder:
         """How the choices of a prompt are told."""
         echoed = self._echoed(prompt)
         whole = echoed == len(prompt.ids)
+        told = self.form is not None or self._ranked
         echo = ""
         if echoed:
             written = prompt.text if whole else None
@@ -188,9 +207,10 @@ class _Builder:
             several=self._frame.tools.parallel,
             reasoning=self._frame.reasoning,
             opened=prompt.opened,
-            logprobs=self.form is not None or self._ranked,
+            logprobs=told,
             echo=echo,
             echoed=echoed,
+            offsets=offsets_of(self._codec, prompt.ids[-echoed:], echo) if told and echoed else (),
         )
 
     def _echoed(self, prompt: Prompt) -> int:
@@ -251,9 +271,7 @@ class _Builder:
 
 def _generated(services: Services, body: GenerateRequest, prompts: int, most_waiting: int) -> int:
     """Choices to generate for each prompt. Raises RequestError where all together are too many."""
-    generated = body.choices
-    if isinstance(body, CompletionRequest) and body.best_of is not None:
-        generated = body.best_of
+    generated = _each(body)
     # All choices of a request wait at once before the first one runs.
     most = min(services.config.max_choices, most_waiting)
     if prompts * generated > most:
@@ -262,6 +280,13 @@ def _generated(services: Services, body: GenerateRequest, prompts: int, most_wai
             f"'{name}' asks for {prompts * generated} choices in all; at most {most} are taken", param=name
         )
     return generated
+
+
+def _each(body: GenerateRequest) -> int:
+    """Choices that a body asks to generate for each prompt."""
+    if isinstance(body, CompletionRequest) and body.best_of is not None:
+        return body.best_of
+    return body.choices
 
 
 def _tier(body: GenerateRequest) -> Literal["priority", "default"]:

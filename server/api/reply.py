@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol
 
-import msgspec
 from aiohttp import web
 
 from engine import HeadwaterError
@@ -16,13 +15,22 @@ from engine.text import GrammarSpec, Part
 from server.api.common import Services
 from server.api.logprobs import Logprobs, LogprobsWriter
 from server.api.order import Order
+from server.encoding import encode, encode_long
 from server.errors import ApiError, ErrorObject, to_api_error
-from server.generate import Choice, Choices, Ending, Entry, Piece, merge_parts
+from server.generate import MANY, Choice, Choices, Ending, Entry, Piece, merge_parts
 from server.schema.responses import RawOutput
-from server.sse import EventWriter
+from server.sse import EventWriter, encode_event
 from server.usage import Tally, Timing, headers, perf_metrics, tally
 
+if TYPE_CHECKING:
+    from engine import TextCodec
+
 log = logging.getLogger("headwater.server")
+
+P = ParamSpec("P")
+
+# Tokens that take as long to write as one with its log-probabilities.
+LIGHT_TOKENS = 16
 
 
 class Event(NamedTuple):
@@ -112,12 +120,10 @@ async def reply(
 ) -> web.StreamResponse:
     """Run an order and answer it. `started` is when the request came, by time.monotonic."""
     engine, codec = services.backend.require()
+    many = len(order.requests) > MANY
     choices = Choices(
         engine,
-        [
-            Choice(index, request, codec, order.rules[request.prompt_index])
-            for index, request in enumerate(order.requests)
-        ],
+        await services.writers.run(many, _choices, order, codec),
         Timing(started, time.monotonic(), services.backend.open),
         services.metrics,
     )
@@ -126,6 +132,13 @@ async def reply(
         if order.stream:
             return await _Stream(http, services, order, dialect, choices, writer).run()
         return await _whole(services, order, dialect, choices, writer)
+
+
+def _choices(order: Order, codec: TextCodec) -> list[Choice]:
+    return [
+        Choice(index, request, codec, order.rules[request.prompt_index])
+        for index, request in enumerate(order.requests)
+    ]
 
 
 async def _whole(
@@ -140,19 +153,24 @@ async def _whole(
     except HeadwaterError as exc:
         raise _with_metrics(exc, services, choices) from exc
     sums = tally(choices.choices, choices.timing)
-    told = _best(order, gathered)
-    replies = [
-        gathered[index].reply(place, choices.choices[index], order, writer, services)
-        for place, index in enumerate(told)
-    ]
-    # A long list of log-probabilities takes long to write.
-    heavy = sum(len(gathered[index].entries) for index in told) > services.config.long_reply_tokens
-    body = await services.workers.run(heavy, _encode, dialect, order, replies, sums)
+    weight = sum(one.weight for one in gathered)
+    if order.raw:
+        weight += sum(_weight_of_raw(choice) for choice in choices.choices)
+    long = order.long or weight > services.config.long_reply_tokens
+
+    def written() -> bytes:
+        told = [
+            gathered[index].reply(place, choices.choices[index], order, writer, services)
+            for place, index in enumerate(_best(order, gathered))
+        ]
+        return (encode_long if long else encode)(dialect.whole(order, told, sums))
+
+    body = await services.writers.run(long, written)
     return web.Response(body=body, content_type="application/json", headers=headers(sums.perf))
 
 
-def _encode(dialect: Dialect, order: Order, replies: Sequence[Reply], sums: Tally) -> bytes:
-    return msgspec.json.encode(dialect.whole(order, replies, sums))
+def _weight_of_raw(choice: Choice) -> int:
+    return (choice.prompt_tokens + choice.completion_tokens) // LIGHT_TOKENS
 
 
 def _best(order: Order, gathered: Sequence[_Gathered]) -> list[int]:
@@ -183,6 +201,11 @@ class _Gathered:
         self.token_ids += piece.token_ids
         self._parts += piece.parts
         self._call_ids += piece.call_ids
+
+    @property
+    def weight(self) -> int:
+        """How long it takes to write, counted in tokens with their log-probabilities."""
+        return len(self.entries) + len(self.token_ids) // LIGHT_TOKENS
 
     @property
     def likelihood(self) -> float:
@@ -268,6 +291,7 @@ class _Stream:
         self._untold: dict[int, _Untold] = {}
         self._ids: dict[int, list[int]] = {}
         self._tells_tokens = order.token_ids or order.logprobs is not None
+        self._told = 0
 
     async def run(self) -> web.StreamResponse:
         """Send it all; return the response."""
@@ -287,7 +311,7 @@ class _Stream:
             error = to_api_error(exc, retry_after=config.retry_after)
             if not isinstance(exc, HeadwaterError):
                 log.error("stream %s failed: %s", self._order.reply_id, exc, exc_info=exc)
-            await self._send(writer, [self._dialect.failure(self._order, error.object, self._tally())])
+            await self._send(writer, self._ends_long, self._failure, error.object, self._tally())
         else:
             if self._dialect.marks_done:
                 await writer.done()
@@ -295,23 +319,58 @@ class _Stream:
 
     async def _tell(self, writer: EventWriter, piece: Piece | None) -> None:
         choices, order = self._choices, self._order
-        await self._send(writer, self._dialect.begin(order, self._tally()))
+        await self._send(writer, order.long, self._dialect.begin, order, self._tally())
         while True:
             if piece is None:
                 await writer.comment("waiting")
             else:
-                for update in self._updates(piece):
-                    last = update.finish_reason is not None and choices.ended
-                    sums = self._tally() if last else None
-                    await self._send(writer, self._dialect.update(order, update, sums))
+                sums = self._tally() if choices.ended else None
+                await self._send(writer, self._is_long(piece), self._events, piece, sums)
             if choices.ended:
                 break
             piece = await choices.next(self._services.config.heartbeat)
-        await self._send(writer, self._dialect.end(order, self._tally()))
+        await self._send(writer, self._ends_long, self._dialect.end, order, self._tally())
 
-    async def _send(self, writer: EventWriter, events: Iterable[Event]) -> None:
-        for event in events:
-            await writer.event(event.payload, event.name)
+    async def _send(
+        self,
+        writer: EventWriter,
+        long: bool,
+        events: Callable[P, Iterable[Event]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Send events, made and written in a worker where that takes `long`."""
+
+        def written() -> list[bytes]:
+            return [
+                encode_event(event.payload, event.name, long=long) for event in events(*args, **kwargs)
+            ]
+
+        for data in await self._services.writers.run(long, written):
+            await writer.send(data)
+
+    def _is_long(self, piece: Piece) -> bool:
+        """Whether it takes long to write what a piece says. The end of a choice may repeat all of it."""
+        self._told += len(piece.entries)
+        if piece.finish_reason is None:
+            weight = len(piece.entries) + len(self._untold.get(piece.choice.index, _Untold()).entries)
+        else:
+            weight = self._told + (_weight_of_raw(piece.choice) if self._order.raw else 0)
+        return weight > self._services.config.long_reply_tokens
+
+    @property
+    def _ends_long(self) -> bool:
+        """Whether it takes long to write what may repeat the whole reply."""
+        return self._order.long or self._told > self._services.config.long_reply_tokens
+
+    def _events(self, piece: Piece, sums: Tally | None) -> Iterable[Event]:
+        """What a piece says; `sums` come with the last one."""
+        for update in self._updates(piece):
+            ended = update.finish_reason is not None
+            yield from self._dialect.update(self._order, update, sums if ended else None)
+
+    def _failure(self, error: ErrorObject, sums: Tally) -> Iterable[Event]:
+        return [self._dialect.failure(self._order, error, sums)]
 
     def _tally(self) -> Tally:
         return tally(self._choices.choices, self._choices.timing)

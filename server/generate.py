@@ -303,7 +303,7 @@ def offsets_of(codec: TextCodec, ids: Sequence[int], text: str) -> tuple[int, ..
         # A control token that the tokenizer added stands nowhere in what the client wrote.
         if text.startswith(spelled, at) or not codec.is_control(token_id):
             at += len(spelled)
-    return found
+    return tuple(found)
 
 
 def _further(part: Part) -> bool:

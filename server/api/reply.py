@@ -342,9 +342,7 @@ class _Stream:
         """Send events, made and written in a worker where that takes `long`."""
 
         def written() -> list[bytes]:
-            return [
-                encode_event(event.payload, event.name, long=long) for event in events(*args, **kwargs)
-            ]
+            return [encode_event(event.payload, event.name, long=long) for event in events(*args, **kwargs)]
 
         for data in await self._services.writers.run(long, written):
             await writer.send(data)

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 from server.schema.responses_items import Status
 
 
-class ResponseTopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseTopLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One of the likeliest tokens at a position."""
 
     token: Annotated[str, Meta(description="The token's text")]
@@ -18,7 +18,7 @@ class ResponseTopLogprob(msgspec.Struct, frozen=True, kw_only=True):
     logprob: Annotated[float, Meta(description="Its log-probability")]
 
 
-class ResponseLogprob(ResponseTopLogprob, frozen=True, kw_only=True):
+class ResponseLogprob(ResponseTopLogprob, frozen=True, kw_only=True, gc=False):
     """One token of the reply, with its log-probability and the likeliest at its place."""
 
     top_logprobs: Annotated[

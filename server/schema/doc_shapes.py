@@ -77,7 +77,7 @@ def shapes(limits: Limits, ref: Ref) -> Shapes:
         _common(limits),
         {
             **({} if limits.reasons else _silent(ref)),
-            CompletionRequest: {"prompt": _prompt(limits)},
+            CompletionRequest: {"prompt": _prompt(limits), "metadata": _METADATA},
             **chat,
             **_responses(ref),
             CustomTool: {"input_schema": _SCHEMA},
@@ -108,12 +108,6 @@ def _common(limits: Limits) -> dict[str, Json]:
         "prompt_cache_key": key,
         "prompt_cache_isolation_key": key,
         "cache_salt": key,
-        "metadata": {
-            "type": "object",
-            "maxProperties": MAX_METADATA,
-            "propertyNames": {"maxLength": 64},
-            "additionalProperties": {"type": "string", "maxLength": 512},
-        },
     }
 
 
@@ -139,6 +133,7 @@ def _chat(ref: Ref) -> dict[Struct, dict[str, Json]]:
     return {
         ChatRequest: {
             "messages": turns,
+            "metadata": _METADATA,
             "tools": tools,
             "functions": functions,
             "tool_choice": {
@@ -231,6 +226,12 @@ def below(limit: int) -> str:
     return "(" + "|".join(choices) + ")"
 
 
+_METADATA: Json = {
+    "type": "object",
+    "maxProperties": MAX_METADATA,
+    "propertyNames": {"maxLength": 64},
+    "additionalProperties": {"type": "string", "maxLength": 512},
+}
 # A JSON Schema, as far as grammars take one.
 _SCHEMA: Json = {"$ref": "#/components/schemas/AnySchema"}
 _ANY_SCHEMA: Json = {

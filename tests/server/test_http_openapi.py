@@ -170,6 +170,84 @@ async def test_the_limits_are_this_servers():
             assert body.is_valid(fits | field), field
 
 
+TURN = {"role": "user", "content": "a"}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+WHOLE = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "a"}]},
+            TURN,
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": "1"},
+        ],
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "f",
+                    "parameters": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 1}}},
+                },
+            }
+        ],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "metadata": {"a": "b"},
+        "stop": ["x"],
+        "max_completion_tokens": 3,
+    },
+    "/v1/completions": {
+        "prompt": ["a", "b"],
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "n", "schema": {"type": "object", "title": "T"}, "strict": True},
+        },
+        "logit_bias": {"1": -100},
+        "metadata": {"a": "b"},
+        "n": 2,
+        "best_of": 3,
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "1"},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+        ],
+        "text": {"format": {"type": "json_object"}},
+        "metadata": {"a": "b"},
+        "reasoning": {"effort": "none"},
+        "max_output_tokens": 3,
+    },
+    "/v1/messages": {
+        "max_tokens": 3,
+        "system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            TURN,
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "c", "content": "1"}],
+            },
+        ],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "metadata": {"user_id": "u"},
+        "stop_sequences": ["x"],
+    },
+}
+
+
+@pytest.mark.parametrize("path", WHOLE)
+async def test_what_clients_send_is_taken_by_schema_and_server_alike(path):
+    async with documented(context=2000) as (client, document):
+        body = {"model": MODEL, **WHOLE[path]}
+        jsonschema.Draft202012Validator(body_schema(document, path)).validate(body)
+        status, reply, _ = await client.post(path, body)
+        assert status == 200, reply
+
+
 async def test_it_is_built_once_and_off_the_loop(monkeypatch):
     ran = []
     whole = Workers.run

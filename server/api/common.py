@@ -57,13 +57,26 @@ async def read_body(request: web.Request, services: Services, read: Callable[[by
         raise too_large
     try:
         async with asyncio.timeout(services.config.body_timeout):
-            body = await request.read()
+            pieces = await _pieces(request, most * 1_000_000)
     except TimeoutError:
         raise ApiError(408, "The request's body did not arrive in time", code="timeout") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise too_large from None
-    heavy = len(body) > services.config.long_body_kb * 1000
-    return await services.workers.run(heavy, read, body), len(body) > services.config.long_prompt_bytes
+    if pieces is None:
+        raise too_large
+    size = sum(map(len, pieces))
+    heavy = size > services.config.long_body_kb * 1000
+    body = await services.workers.run(heavy, lambda: read(b"".join(pieces)))
+    return body, size > services.config.long_prompt_bytes
+
+
+async def _pieces(request: web.Request, most: int) -> list[bytes] | None:
+    """A request's body as it comes, or None where it is longer than `most` bytes."""
+    pieces, size = [], 0
+    async for piece in request.content.iter_any():
+        size += len(piece)
+        if size > most:
+            return None
+        pieces.append(piece)
+    return pieces
 
 
 def check_model(name: str, names: Sequence[str]) -> str:

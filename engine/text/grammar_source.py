@@ -37,6 +37,12 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
+# Keywords beside "properties" that say which names an object may have.
+_MORE_NAMES = frozenset(
+    ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "minProperties")
+)
+
+
 class Tool(msgspec.Struct, frozen=True):
     """A tool that may be called: its name and the JSON schema of its arguments (None: an empty object)."""
 
@@ -135,7 +141,18 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     schema = read_schema(json.dumps(tool.parameters), name)
     if schema.setdefault("type", "object") != "object":
         raise RequestError(f"{name} must have the type 'object', not {json.dumps(schema['type'])[:100]}")
+    if _names_all(schema):
+        # A function takes what it names. Many clients leave this out, and small models go on inventing names.
+        schema["additionalProperties"] = False
     return schema
+
+
+def _names_all(schema: dict[str, Any]) -> bool:
+    """Whether its "properties" are plainly meant to be all that an object has."""
+    named, required = schema.get("properties"), schema.get("required") or []
+    if not isinstance(named, dict) or not isinstance(required, list) or schema.keys() & _MORE_NAMES:
+        return False
+    return bool(named) and named.keys() >= set(map(str, required))
 
 
 def _spelled(text: str, control_tokens: Mapping[str, int]) -> str:

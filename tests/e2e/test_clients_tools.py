@@ -72,6 +72,18 @@ def test_a_forced_call_is_a_whole_valid_call(
     assert reply.message.content is None
 
 
+def test_a_call_has_only_the_arguments_that_its_function_names(openai_client: openai.OpenAI) -> None:
+    """Where a client leaves additionalProperties out, as many do, the names are still the function's."""
+    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": city}}
+    reply = ask(
+        openai_client, tools=[tool], tool_choice="required", parallel_tool_calls=False, n=4, temperature=1
+    )
+    assert [choice.finish_reason for choice in reply.choices] == ["tool_calls"] * 4
+    for choice in reply.choices:
+        assert json.loads(choice.message.tool_calls[0].function.arguments).keys() <= {"city"}
+
+
 def test_the_clients_accumulator_rebuilds_streamed_calls(openai_client: openai.OpenAI) -> None:
     """O053, O077: several calls, each with its index, one id and one name; one finish_reason, in the end."""
     fields: dict[str, Any] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from server.api import tokens
@@ -66,40 +68,43 @@ async def test_a_prompt_longer_than_the_context_is_counted_but_not_one_beyond_al
             assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "prompt"),
-        ({"prompt": None}, "prompt"),
-        ({"prompt": "a", "messages": []}, "prompt"),
-        ({"prompt": ["a"]}, "prompt"),
-        ({"prompt": 1}, "prompt"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "x"}]}, "tools.0.type"),
-        ({"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}, "add_special_tokens"),
-        ({"prompt": "a", "tools": []}, "tools"),
-        ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
-        ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
-        ({"prompt": "a", "return_token_strs": "yes"}, "return_token_strs"),
-        ({"prompt": "a", "max_tokens": 1}, "max_tokens"),
-        ({"messages": [{"role": "user", "content": "a"}], "continue_final_message": True}, "messages"),
-    ],
-)
-async def test_what_tokenize_can_not_take_is_refused_by_name(body, param):
+CHAT = [{"role": "user", "content": "a"}]
+# A body, and the field that its refusal names.
+REFUSED = [
+    ({}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": "a", "messages": []}, "prompt"),
+    ({"prompt": ["a"]}, "prompt"),
+    ({"prompt": 1}, "prompt"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": CHAT, "tools": [{"type": "x"}]}, "tools.0.type"),
+    ({"messages": CHAT, "add_special_tokens": True}, "add_special_tokens"),
+    ({"prompt": "a", "tools": []}, "tools"),
+    ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+    ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+    ({"prompt": "a", "return_token_strs": "yes"}, "return_token_strs"),
+    ({"prompt": "a", "max_tokens": 1}, "max_tokens"),
+    ({"messages": CHAT, "continue_final_message": True}, "messages"),
+]
+
+
+async def test_what_tokenize_can_not_take_is_refused_by_name():
     async with running(FakeEngine()) as client:
-        status, told, _ = await client.post("/tokenize", body)
-        assert (status, told["error"]["param"]) == (400, param)
-        assert told["error"]["type"] == "invalid_request_error"
+        for body, param in REFUSED:
+            status, told, _ = await client.post("/tokenize", body)
+            assert (status, told["error"]["param"]) == (400, param), body
+            assert told["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("bad", [-1, VOCAB, 2**63, 10**30, 1.0, True, None, "1", [1]])
-async def test_what_is_no_token_id_is_refused_and_shown(bad):
+async def test_what_is_no_token_id_is_refused_and_shown():
     """O065 on /detokenize."""
     async with running(FakeEngine()) as client:
-        status, told, _ = await client.post("/detokenize", {"tokens": [1, bad]})
-        assert (status, told["error"]["param"]) == (400, "tokens")
-        assert f"from 0 to {VOCAB - 1}" in told["error"]["message"]
+        for bad in (-1, VOCAB, 2**63, 10**30, 1.0, True, None, "1", [1]):
+            status, told, _ = await client.post("/detokenize", {"tokens": [1, bad]})
+            assert (status, told["error"]["param"]) == (400, "tokens"), bad
+            assert f"from 0 to {VOCAB - 1}" in told["error"]["message"]
+            assert json.dumps(bad) in told["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])

@@ -17,8 +17,8 @@ _TEMPLATE = (
 
 def write_model(folder: Path) -> Path:
     """Write a Llama of two layers in Hugging Face's layout: a token is a byte, the context 2048 tokens."""
-    import torch
-    from safetensors.torch import save_file
+    import numpy
+    from safetensors.numpy import save_file
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE(vocab=_byte_alphabet(), merges=[]))
@@ -47,11 +47,12 @@ def write_model(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     named = {"eos_token": _END, "chat_template": _TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    random = torch.Generator().manual_seed(11)
+    random = numpy.random.default_rng(11)
     weights = {
-        name: torch.ones(shape) if len(shape) == 1 else 0.1 * torch.randn(shape, generator=random)
+        name: numpy.ones(shape) if len(shape) == 1 else random.normal(0.0, 0.1, shape)
         for name, shape in _shapes(config).items()
     }
+    weights = {name: values.astype(numpy.float32) for name, values in weights.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

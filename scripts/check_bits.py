@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Check that the cache, batching, chunking, preemption and cascade change no bit of any result.
 
-Each prompt is run once cold and alone; then every variant runs it again, and its token ids and
-log-probabilities (chosen and top 5) must be equal to the bit. Needs the default model; run it from the
-project's environment:
+Each prompt is run once cold and alone; then variants run it again, and its token ids and log-probabilities
+(chosen and top 5; where asked for, the prompt's too) must be equal to the bit. Needs the
+default model; run it from the project's environment:
 
     .venv/bin/python scripts/check_bits.py [--dtype bfloat16 float32] [--prompts 50] [--tokens 12]
 """
@@ -14,7 +14,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,14 +38,25 @@ HEAD_ROWS = (1, 2, 9)
 
 
 class Output(NamedTuple):
-    """What one request gave: token ids, their log-probabilities, and how much came from the cache."""
+    """What one request gave: token ids, their log-probabilities, how much came from the cache, and the
+    prompt's log-probabilities."""
 
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     cached: int
+    scores: tuple[TokenLogprob | None, ...] = ()
 
     def same_bits(self, other: Output) -> bool:
-        return self.ids == other.ids and self.logprobs == other.logprobs
+        return self._replace(cached=0) == other._replace(cached=0)
+
+
+class Parts(NamedTuple):
+    """What has come of an output."""
+
+    ids: list[int]
+    logprobs: list[TokenLogprob]
+    cached: list[int]
+    scores: list[TokenLogprob | None]
 
 
 class Case(NamedTuple):
@@ -68,12 +79,12 @@ class Session:
         )
         self.step_rows: set[int] = set()
         self.head_rows: set[int] = set()
-        self._parts: dict[int, tuple[list[int], list[TokenLogprob], list[int]]] = {}
+        self._parts: dict[int, Parts] = {}
 
-    def add(self, case: Case) -> int:
-        request = EngineRequest(request_id="bits", prompt=case.prompt, params=case.params)
-        id = self.scheduler.submit(request, "bits", case.params.seed or 0)
-        self._parts[id] = ([], [], [])
+    def add(self, case: Case, namespace: Hashable = "bits", **fields: Any) -> int:
+        request = EngineRequest(request_id="bits", prompt=case.prompt, params=case.params, **fields)
+        id = self.scheduler.submit(request, namespace, case.params.seed or 0)
+        self._parts[id] = Parts([], [], [], [])
         return id
 
     def step(self) -> StepPlan | None:
@@ -83,13 +94,14 @@ class Session:
             self.head_rows.add(len(plan.samples))
             self.scheduler.commit(plan, self.runner.run(plan))
         for id, delta in self.scheduler.take_events():
-            ids, logprobs, cached = self._parts[id]
-            ids += delta.token_ids
-            logprobs += delta.logprobs
+            parts = self._parts[id]
+            parts.ids.extend(delta.token_ids)
+            parts.logprobs.extend(delta.logprobs)
+            parts.scores.extend(delta.prompt_logprobs)
             if delta.finish_reason == "error":
                 raise RuntimeError(delta.error)
             if delta.receipt is not None:
-                cached.append(delta.receipt.cached_tokens)
+                parts.cached.append(delta.receipt.cached_tokens)
         return plan
 
     def finish(self) -> None:
@@ -98,14 +110,30 @@ class Session:
         self.scheduler.check()
 
     def output(self, id: int) -> Output:
-        ids, logprobs, cached = self._parts[id]
-        return Output(tuple(ids), tuple(logprobs), cached[0])
+        parts = self._parts[id]
+        return Output(tuple(parts.ids), tuple(parts.logprobs), parts.cached[0], tuple(parts.scores))
+
+    def begun(self, id: int) -> bool:
+        """Whether it has given a token."""
+        return bool(self._parts[id].ids)
 
     def run(self, cases: Iterable[Case]) -> list[Output]:
         """Run all at once."""
         ids = [self.add(case) for case in cases]
         self.finish()
         return [self.output(id) for id in ids]
+
+    def run_apart(self, cases: Iterable[tuple[int, Case]], **fields: Any) -> list[Output]:
+        """Run all at once, each in the namespace of its number."""
+        ids = [self.add(case, index, **fields) for index, case in cases]
+        self.finish()
+        return [self.output(id) for id in ids]
+
+    def fill(self, cases: Iterable[tuple[Hashable, Case]]) -> None:
+        """Compute prompts at once, each in a namespace, and nothing more."""
+        for namespace, case in cases:
+            self.add(case._replace(params=SamplingParams(max_tokens=0)), namespace)
+        self.finish()
 
 
 class Lab:
@@ -123,6 +151,13 @@ class Lab:
 
     def session(self, **limits: Any) -> Session:
         return Session(self.runner, self.tile, **limits)
+
+    def batches(self) -> Iterator[list[tuple[int, Case]]]:
+        """The cases with their numbers, sixteen at a time, long and short."""
+        order = list(enumerate(self.cases))
+        random.Random(7).shuffle(order)
+        for at in range(0, len(order), 16):
+            yield order[at : at + 16]
 
     def close(self, session: Session) -> None:
         """Take over what a session has seen."""
@@ -142,7 +177,7 @@ class Lab:
 
     def compare(self, variant: str, index: int, want: Output, output: Output, cached: int | None) -> None:
         self.compared[variant] = self.compared.get(variant, 0) + 1
-        name = f"{variant}, prompt {index} of {len(self.cases[index].prompt)} tokens"
+        name = f"{variant}, prompt {index}"
         if not want.same_bits(output):
             first = next(
                 (i for i, (a, b) in enumerate(zip(want.logprobs, output.logprobs, strict=False)) if a != b),
@@ -154,84 +189,131 @@ class Lab:
 
 
 def warm(lab: Lab) -> None:
-    """The same prompt again: n-1 tokens from the cache."""
-    for i, case in enumerate(lab.cases):
+    """The same prompt again, alone: n-1 tokens from the cache, which filled with many at once."""
+    for batch in lab.batches():
         session = lab.session()
-        session.run([case])
-        (again,) = session.run([case])
-        lab.check("warm", i, again, len(case.prompt) - 1)
+        session.fill(batch)
+        for i, case in batch:
+            (again,) = session.run_apart([(i, case)])
+            lab.check("warm", i, again, len(case.prompt) - 1)
         lab.close(session)
 
 
 def partly_warm(lab: Lab) -> None:
-    """Another prompt went before that parts with this one at token k, inside a page and at its edges."""
-    size = lab.runner.info.page_size
-    for i, case in enumerate(lab.cases):
-        n = len(case.prompt)
-        for k in sorted({n // 3, n // 2 // size * size} - {0}):
+    """Another prompt went before that parts with this one inside a page, or at a page's edge; then this one
+    runs alone in the first case, and with many in the second."""
+    size, vocab = lab.runner.info.page_size, lab.runner.info.vocab_size
+
+    def parted(case: Case, k: int) -> Case:
+        other = tuple((t + 1) % vocab for t in case.prompt[k : k + 20])
+        return case._replace(prompt=case.prompt[:k] + other)
+
+    for batch in lab.batches():
+        for alone in (True, False):
+            ends = {i: len(c.prompt) // 3 if alone else len(c.prompt) // 2 // size * size for i, c in batch}
             session = lab.session()
-            other = case.prompt[:k] + tuple(
-                (t + 1) % lab.runner.info.vocab_size for t in case.prompt[k : k + 20]
-            )
-            session.run([case._replace(prompt=other)])
-            (output,) = session.run([case])
-            lab.check("partly warm", i, output, k)
+            chosen = [(i, case) for i, case in batch if ends[i]]
+            session.fill([(i, parted(case, ends[i])) for i, case in chosen])
+            for part in [[one] for one in chosen] if alone else [chosen]:
+                for (i, _), output in zip(part, session.run_apart(part), strict=True):
+                    lab.check("partly warm", i, output, ends[i])
             lab.close(session)
 
 
 def chunked(lab: Lab) -> None:
-    """Prefill in chunks of 1 (short ones), 16, 17 and 512 rows."""
+    """Prefill in chunks of 1 row (short ones, that end around pages' edges), 16, 17 (of two long ones in turn
+    one each) and 512; who fits one chunk runs as ever, and is left out."""
+    page = lab.runner.info.page_size
     for rows in (1, 16, 17, 512):
         for i, case in enumerate(lab.cases):
-            if rows > 1 or len(case.prompt) <= 64:
-                session = lab.session(max_step_tokens=rows)
-                lab.check(f"chunks of {rows}", i, session.run([case])[0], 0)
-                lab.close(session)
+            n = len(case.prompt)
+            short = n in (page - 1, page, page + 1, 2 * page + 1)
+            if n <= rows or (rows == 1 and not short) or (16 <= rows <= 17 and n > 512 and i % 2 != rows % 2):
+                continue
+            session = lab.session(max_step_tokens=rows)
+            lab.check(f"chunks of {rows}", i, session.run([case])[0], 0)
+            lab.close(session)
 
 
 def batched(lab: Lab) -> None:
     """Sixteen at a time, long and short, prefill beside decode."""
-    order = list(range(len(lab.cases)))
-    random.Random(7).shuffle(order)
-    for at in range(0, len(order), 16):
-        batch = order[at : at + 16]
+    for batch in lab.batches():
         session = lab.session(max_step_tokens=333)
-        for i, output in zip(batch, session.run([lab.cases[i] for i in batch]), strict=True):
+        for (i, _), output in zip(batch, session.run([case for _, case in batch]), strict=True):
             lab.check("batch of 16", i, output)
         lab.close(session)
 
 
 def preempted(lab: Lab) -> None:
-    """Preempted after a few tokens, with its pages kept, and with its pages evicted."""
-    for evict in (False, True):
-        for i, case in enumerate(lab.cases):
-            session = lab.session(max_step_tokens=100)
-            id = session.add(case)
-            plans = 0
-            while plans < -(-len(case.prompt) // 100) + 3 and session.step() is not None:
-                plans += 1
-            session.scheduler.preempt(id)
-            if evict:
-                session.scheduler.tree.clear()
-            session.finish()
-            lab.check("preempted, evicted" if evict else "preempted, kept", i, session.output(id), 0)
-            if session.scheduler.counters.preemptions != 1 and plans < len(lab.solo[i].ids):
-                lab.failures.append(f"prompt {i} was not preempted")
+    """Sixteen at a time are preempted: all at every fourth step, in prefill and in decode, their pages kept;
+    and all once, when each has a token or more, their pages evicted. Long ones take part in one of the two."""
+    for whole in lab.batches():
+        for evict in (False, True):
+            batch = [(i, case) for i, case in whole if len(case.prompt) <= 512 or i % 2 != evict]
+            session = lab.session(max_step_tokens=1000 if evict else 100)
+            ids = [session.add(case, i) for i, case in batch]
+            steps = 0
+            while session.step() is not None:
+                steps += 1
+                fed = not session.scheduler.waiting and all(session.begun(id) for id in ids)
+                if (fed and session.scheduler.counters.preemptions == 0) if evict else steps % 4 == 0:
+                    for id in ids:
+                        session.scheduler.preempt(id)
+                    if evict:
+                        session.scheduler.tree.clear()
+            for (i, _), id in zip(batch, ids, strict=True):
+                lab.check("preempted, evicted" if evict else "preempted, kept", i, session.output(id), 0)
+            least = sum(len(lab.solo[i].ids) > 4 for i, _ in batch)
+            if session.scheduler.counters.preemptions < least:
+                lab.failures.append(f"{session.scheduler.counters.preemptions} of {least} were preempted")
             lab.close(session)
 
 
 def second_turn(lab: Lab) -> None:
-    """Prompt, reply and more: all that has KV is found, and the bits are those of a cold run."""
-    for i, case in enumerate(lab.cases):
-        reply = lab.solo[i].ids
-        following = case._replace(prompt=case.prompt + reply + case.prompt[:9])
-        cold = lab.session()
+    """Prompt, reply and more, alone: all that has KV is found, and the bits are those of a cold run."""
+    for batch in lab.batches():
+        following = [
+            (i, case._replace(prompt=case.prompt + lab.solo[i].ids + case.prompt[:9])) for i, case in batch
+        ]
+        cold = lab.session().run_apart(following)
         session = lab.session()
-        session.run([case])
-        (want,), (output,) = cold.run([following]), session.run([following])
-        lab.compare("second turn", i, want, output, len(case.prompt) + len(reply) - 1)
+        session.run_apart(batch)
+        for (i, case), turn, want in zip(batch, following, cold, strict=True):
+            (output,) = session.run_apart([turn])
+            known = len(case.prompt) + len(lab.solo[i].ids) - 1
+            lab.compare("second turn", i, want, output, known)
         lab.close(session)
-        lab.close(cold)
+
+
+def scored(lab: Lab) -> None:
+    """The prompt's log-probabilities, at pages' edges and beyond several chunks: again, which computes all of
+    it again; from the middle on, with the part before cached; and in company, in chunks and preempted."""
+    page = lab.runner.info.page_size
+    text = sum(sorted((case.prompt for case in lab.cases), key=len)[-2:], ())
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=5)
+    lengths = (page - 1, page, page + 1, 2 * page, 2 * page + 1, 700)
+    cases = list(enumerate(Case(text[n : 2 * n] if n < 100 else text[:n], params) for n in lengths))
+    session, cold = lab.session(), list[Output]()
+    for i, case in cases:
+        cold += session.run_apart([(i, case)], prompt_logprobs=5)
+        if cold[i].cached or len(cold[i].scores) != len(case.prompt):
+            lab.failures.append(f"scored: {len(cold[i].scores)} entries for {len(case.prompt)} tokens")
+        (again,) = session.run_apart([(i, case)], prompt_logprobs=5)
+        lab.compare("scored, warm", i, cold[i], again, 0)
+        middle = len(case.prompt) // 2
+        (half,) = session.run_apart([(i, case)], prompt_logprobs=5, prompt_logprobs_from=middle)
+        want = cold[i]._replace(scores=cold[i].scores[middle:])
+        lab.compare("scored, half of it", i, want, half, middle - 1)
+    lab.close(session)
+    session = lab.session(max_step_tokens=20)
+    ids = [session.add(case, i, prompt_logprobs=5) for i, case in cases[:-1]]
+    while (plan := session.step()) is not None:
+        if plan.step % 3 == 2:
+            for id in ids:
+                session.scheduler.preempt(id)
+    for (i, _), id in zip(cases, ids, strict=False):
+        lab.compare("scored, in company", i, cold[i], session.output(id), 0)
+    lab.close(session)
 
 
 def cascade(lab: Lab) -> None:
@@ -241,7 +323,7 @@ def cascade(lab: Lab) -> None:
     if not long:
         raise RuntimeError("no prompt is long enough for a cascade")
     session = lab.session(cascade="force")
-    session.run([lab.cases[i] for i in long])
+    session.fill([("bits", lab.cases[i]) for i in long])
     tails = [
         lab.cases[i]._replace(prompt=lab.cases[i].prompt[: 2 * lab.tile + 3 + k])
         for i in long
@@ -254,9 +336,10 @@ def cascade(lab: Lab) -> None:
         lab.failures.append(f"cascade: only {grouped} rows were grouped")
     for i, output in zip(long, outputs, strict=False):
         lab.check("cascade", i, output)
-    for case, output in zip(tails, outputs[len(long) :], strict=False):
-        cold = lab.session()
-        lab.compare("cascade", long[0], cold.run([case])[0], output, None)
+    # Each alone and flat, the first of each prompt cold.
+    flat = lab.session(cascade="off")
+    for want, output in zip([flat.run([case])[0] for case in tails], outputs[len(long) :], strict=False):
+        lab.compare("cascade", long[0], want, output, None)
     for i, output in zip(short, outputs[len(long) + len(tails) :], strict=True):
         lab.check("cascade", i, output)
     lab.close(session)
@@ -280,11 +363,13 @@ def tree(lab: Lab) -> None:
         for n, stem in enumerate(stems)
         for k, case in enumerate((first, second, first))
     ]
-    cold = [lab.session().run([case])[0] for case in cases]
+    # Each alone and flat, the first cold, and the others as far as their prefixes are new.
+    flat = lab.session(cascade="off")
+    alone = [flat.run([case])[0] for case in cases]
     for mode, levels in (("off", 4), ("force", 2), ("force", 3)):
         session = lab.session(cascade=mode, cascade_levels=levels)
-        session.run([case._replace(prompt=stem) for case, stem in zip(cases[::3], stems, strict=True)])
-        for want, output in zip(cold, session.run(cases), strict=True):
+        session.fill([("bits", first._replace(prompt=stem)) for stem in stems])
+        for want, output in zip(alone, session.run(cases), strict=True):
             lab.compare(f"tree, {mode}, {levels} levels", long[0], want, output, None)
         counters = session.scheduler.counters
         if (counters.cascade_levels > counters.cascade_steps) != (levels == 3):
@@ -322,6 +407,7 @@ VARIANTS: tuple[Callable[[Lab], None], ...] = (
     batched,
     preempted,
     second_turn,
+    scored,
     cascade,
     tree,
     row_counts,

@@ -20,6 +20,12 @@ MAX_KEYS = 100_000
 _FEW = 100_000
 _SLICE = 1 << 18
 
+# Characters from which on a text is huge, and those that stand for it then.
+_HUGE = 100_000
+_SHORT = 1000
+# Objects inside objects that are looked into for huge texts.
+_DEPTH = 3
+
 Scan = Callable[[str, int], tuple[Any, int]]
 
 
@@ -105,4 +111,20 @@ def _beginning(value: Any, left: list[int]) -> Any:
                 break
             items.append(_beginning(item, left))
         return items
+    return value
+
+
+def holds_huge(value: Any, depth: int = _DEPTH) -> bool:
+    """Whether an object, or one in it, has a field that is a huge text."""
+    if isinstance(value, str):
+        return len(value) > _HUGE
+    return isinstance(value, dict) and depth > 0 and any(holds_huge(one, depth - 1) for one in value.values())
+
+
+def shortened(value: Any, depth: int = _DEPTH) -> Any:
+    """The value with beginnings in place of the texts that `holds_huge` finds."""
+    if isinstance(value, str):
+        return value if len(value) <= _HUGE else value[:_SHORT]
+    if isinstance(value, dict) and depth > 0:
+        return {name: shortened(one, depth - 1) for name, one in value.items()}
     return value

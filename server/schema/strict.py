@@ -69,6 +69,9 @@ def convert(fields: dict[str, Any], struct: type[T], *, at: str = "") -> T:
     """
     refuse_unknown(fields, _names(struct), at=at)
     try:
+        if counting.holds_huge(fields):
+            # What is wrong with a text shows in its beginning, and errors may repeat all that is converted.
+            msgspec.convert(counting.shortened(fields), struct)
         return msgspec.convert(fields, struct)
     except msgspec.ValidationError as exc:
         raise invalid(locate(fields, _shortened(str(exc))), at=at) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -13,12 +13,9 @@ from server.schema.doc_shapes import Limits
 from server.schema.document import build
 from server.ui.page import Page, render
 
-if TYPE_CHECKING:
-    from engine import EngineInfo
-
 
 class _Built(NamedTuple):
-    info: EngineInfo
+    limits: Limits
     json: bytes
     page: Page
 
@@ -32,10 +29,10 @@ class Document:
 
     async def get(self, services: Services) -> _Built:
         """Return the document of what is served now. Raises EngineUnavailable while that is nothing."""
-        engine, _ = services.backend.require()
+        limits = limits_of(services)
         async with self._building:
-            if self._built is None or self._built.info is not engine.info:
-                self._built = await services.workers.run(True, _build, engine.info, limits_of(services))
+            if self._built is None or self._built.limits != limits:
+                self._built = await services.workers.run(True, _build, limits)
             return self._built
 
 
@@ -83,6 +80,6 @@ def limits_of(services: Services) -> Limits:
     )
 
 
-def _build(info: EngineInfo, limits: Limits) -> _Built:
+def _build(limits: Limits) -> _Built:
     document = build(limits)
-    return _Built(info, msgspec.json.encode(document), render(document))
+    return _Built(limits, msgspec.json.encode(document), render(document))

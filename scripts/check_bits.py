@@ -246,7 +246,7 @@ def batched(lab: Lab) -> None:
 
 def preempted(lab: Lab) -> None:
     """Sixteen at a time are preempted: all at every fourth step, in prefill and in decode, their pages kept;
-    and all once, when each has a token or more, their pages evicted. Long ones take part in one of the two."""
+    and all once, when each has a token or more, their pages evicted. Long ones take part in one of these."""
     for whole in lab.batches():
         for evict in (False, True):
             batch = [(i, case) for i, case in whole if len(case.prompt) <= 512 or i % 2 != evict]

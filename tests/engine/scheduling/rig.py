@@ -150,8 +150,12 @@ class Rig:
     def plan(self) -> StepPlan | None:
         assert self.in_flight is None
         running, waiting = list(self.scheduler._running), list(self.scheduler._waiting)
+        preemptions = self.scheduler.counters.preemptions
         self.in_flight = self.scheduler.plan()
-        self._check_order(running, waiting)
+        lost = self._check_order(running, waiting)
+        assert self.scheduler.counters.preemptions - preemptions == lost, (
+            "a place was lost and won again at once"
+        )
         if self.in_flight is not None:
             assert self.in_flight.rows <= self.scheduler.limits.max_step_tokens
             assert self.scheduler.running <= self.scheduler.limits.max_running
@@ -244,9 +248,10 @@ class Rig:
 
     # -- checks ----------------------------------------------------------------------------------
 
-    def _check_order(self, running: list[Queued], waiting: list[Queued]) -> None:
+    def _check_order(self, running: list[Queued], waiting: list[Queued]) -> int:
         """What a plan did for some it did for all before them: places are lost from the end of the order, and
-        won from its beginning, but for those who wait for another's rows or for a new model."""
+        won from its beginning, but for those who wait for another's rows or for a new model. Returns how many
+        were lost."""
         scheduler = self.scheduler
         lost = [s for s in running if s in scheduler._waiting]
         kept = [s for s in running if s in scheduler._running]
@@ -258,6 +263,7 @@ class Rig:
             assert held_up or all(s.rank < seq.rank for s in won), "a place was won out of turn"
         for queue in (scheduler._running, scheduler._waiting):
             assert queue == sorted(queue, key=lambda s: s.rank)
+        return len(lost)
 
     def audit(self) -> None:
         """What must hold after every call."""

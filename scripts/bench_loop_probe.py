@@ -91,6 +91,11 @@ class Figures:
         self._stacks: Counter[str] = Counter()
         self._worst: tuple[Gap, str] | None = None
 
+    @property
+    def looked(self) -> bool:
+        """Whether there was a look since the last gap."""
+        return bool(self._stacks)
+
     def saw(self, stack: str) -> None:
         """Note what the loop was doing at a look while it was late."""
         self._stacks[stack] += 1
@@ -133,6 +138,12 @@ class Probe:
         self._figures = Figures()
         self._asleep_since: float | None = None
         self._collects_since = 0.0
+        self._closed = threading.Event()
+
+    @property
+    def seen(self) -> bool:
+        """Whether the loop is late now, and was looked at."""
+        return self._figures.looked
 
     def take(self) -> Figures:
         """What was found since the last call."""
@@ -155,6 +166,11 @@ class Probe:
                 self._figures.holds(min(found.waited, computed), thread)
             self._figures.add(found)
 
+    def close(self) -> None:
+        """Watch no more."""
+        self._closed.set()
+        gc.callbacks.remove(self._collecting)
+
     def _collecting(self, phase: str, info: dict[str, int]) -> None:
         # Whoever allocates at the wrong moment collects for all, and keeps the lock meanwhile.
         now = 1e3 * time.thread_time()
@@ -167,8 +183,7 @@ class Probe:
             )
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(LOOK)
+        while not self._closed.wait(LOOK):
             since = self._asleep_since
             if since is not None and 1e3 * time.perf_counter() - since > LATE_MS:
                 self._figures.saw(shown(sys._current_frames().get(self._loop_thread)))
@@ -247,6 +262,7 @@ async def serve() -> int:
         return await serve(load(EngineConfig), load(ServerConfig))
     finally:
         measuring.cancel()
+        probe.close()
 
 
 def main() -> int:

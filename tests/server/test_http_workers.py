@@ -201,7 +201,8 @@ async def test_what_streams_say_at_once_is_written_in_a_worker_where_it_is_long(
 async def test_raw_output_of_a_long_prompt_is_decoded_in_a_worker(watch: Watch, *, stream: bool) -> None:
     codec = byte_codec()
     watch.on(codec, "decode")
-    async with running(FakeEngine("a", context=5000), CONFIG, codec) as client:
+    config = ServerConfig(long_reply_tokens=8)
+    async with running(FakeEngine("a", context=5000), config, codec) as client:
         for length, where in ((2, LOOP), (250, REPLIES)):
             body = {"model": MODEL, "prompt": "a" * length, "raw_output": True, "stream": stream}
             async with client.session.post(client.url + "/v1/completions", json=body) as response:
@@ -210,16 +211,22 @@ async def test_raw_output_of_a_long_prompt_is_decoded_in_a_worker(watch: Watch, 
             assert watch.take() == {"decode": {where}}, length
 
 
-async def test_a_response_that_repeats_a_long_request_is_written_in_a_worker(watch: Watch) -> None:
-    """Its first and its last event hold the instructions and the tools once more."""
-    watch.on(reply, "encode_event")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_that_repeats_a_long_request_is_written_in_a_worker(
+    watch: Watch, *, stream: bool
+) -> None:
+    """It holds the instructions and the tools once more; so do the first and the last event of a stream."""
+    watch.on(reply, "encode_event", "encode", "encode_long")
     async with running(FakeEngine("a", context=5000), CONFIG) as client:
         for instructions, where in (("a", LOOP), ("a" * 400, REPLIES)):
-            body = {"model": MODEL, "input": "a", "instructions": instructions, "stream": True}
+            body = {"model": MODEL, "input": "a", "instructions": instructions, "stream": stream}
             async with client.session.post(client.url + "/v1/responses", json=body) as response:
-                assert b"response.completed" in await response.read()
-            assert watch.seen["encode_event"][0] == watch.seen["encode_event"][-1] == where
-            watch.take()
+                assert b"completed" in await response.read()
+            if stream:
+                assert watch.seen["encode_event"][0] == watch.seen["encode_event"][-1] == where
+                watch.take()
+            else:
+                assert watch.take() == {"encode" if where == LOOP else "encode_long": {where}}
 
 
 async def test_the_end_of_a_long_response_is_written_in_a_worker(watch: Watch) -> None:
@@ -326,8 +333,8 @@ def test_an_error_about_a_huge_text_is_made_of_its_beginning(
     monkeypatch: pytest.MonkeyPatch, *, inside: bool
 ) -> None:
     errors: list[str] = []
-    whole = strict.locate
-    monkeypatch.setattr(strict, "locate", lambda fields, error: errors.append(error) or whole(fields, error))
+    whole = strict._shortened
+    monkeypatch.setattr(strict, "_shortened", lambda error: errors.append(error) or whole(error))
     huge = "x" * 200_000
     wrong = {"thinking": {"type": huge}} if inside else {"service_tier": huge}
     with pytest.raises(RequestError, match="none of the allowed values"):

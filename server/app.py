@@ -47,7 +47,7 @@ def build_app(backend: Backend, config: ServerConfig) -> web.Application:
         app[KEYS] = keys
         keys.announce()
     # A finished reply must not wait behind long prompts.
-    workers, writers = Workers(config.text_threads), Workers(1, "replies")
+    workers, writers = Workers(config.text_threads), Workers(config.text_threads, "replies")
     app[SERVICES] = Services(
         config=config, backend=backend, metrics=Metrics(backend), workers=workers, writers=writers
     )

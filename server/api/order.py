@@ -89,9 +89,8 @@ async def make_order(
     `long` says that the request is. Raises RequestError.
     """
     heavy = long or len(prompts) * _each(body) > MANY
-    return await services.writers.run(
-        heavy, _build, http, services, body, prompts, prefix, field, frame or Frame(), long
-    )
+    pool = services.workers if long else services.writers
+    return await pool.run(heavy, _build, http, services, body, prompts, prefix, field, frame or Frame(), long)
 
 
 def _build(

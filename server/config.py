@@ -87,7 +87,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=1, le=10_000_000, description="Tokens generated where the request names no max_tokens")
     ] = 2048
     text_threads: Annotated[
-        int, Meta(ge=1, le=256, description="Worker threads that decode and tokenize long requests")
+        int,
+        Meta(ge=1, le=256, description="Worker threads that decode and tokenize long requests; as many more write long replies"),
     ] = 2
     long_body_kb: Annotated[
         int, Meta(ge=0, le=65536, description="kB above which a body is decoded in a worker thread")

@@ -88,7 +88,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 2048
     text_threads: Annotated[
         int,
-        Meta(ge=1, le=256, description="Worker threads that decode and tokenize long requests; as many more write long replies"),
+        Meta(ge=1, le=256, description="Threads that read long requests; as many more write long replies"),
     ] = 2
     long_body_kb: Annotated[
         int, Meta(ge=0, le=65536, description="kB above which a body is decoded in a worker thread")

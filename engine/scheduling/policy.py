@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
-from engine.plan import StepCosts
+from engine.plan import StepCosts, StepPlan
+
+LEARNING_RATE = 0.1
+"""Weight of the last step in the estimate of the machine's pace."""
+
+
+class Pace:
+    """How long steps take lately, as a multiple of what was measured once, maybe beside other work."""
+
+    def __init__(self, measured: StepCosts) -> None:
+        self._measured = measured
+        self._factor = 1.0
+
+    @property
+    def costs(self) -> StepCosts:
+        """What a step is expected to cost now."""
+        return self._measured.scaled(self._factor)
+
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        """Take in how long a step took."""
+        predicted = self._measured.predict(plan.rows, plan.rows + int(plan.attention.positions.sum()))
+        if seconds > 0 and predicted > 0:
+            ratio = min(max(1e3 * seconds / predicted, 0.1), 10.0)
+            self._factor += LEARNING_RATE * (ratio - self._factor)
 
 
 class StepBudget:

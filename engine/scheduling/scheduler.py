@@ -16,7 +16,7 @@ from bisect import insort
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
-from engine.cache.node import Match, Node, common_prefix
+from engine.cache.node import Match, Node
 from engine.cache.pool import PagePool
 from engine.cache.tree import PrefixTree
 from engine.errors import ConstraintFailed
@@ -25,13 +25,11 @@ from engine.scheduling.assemble import Chunk, assemble
 from engine.scheduling.cascade import CascadePlanner
 from engine.scheduling.counters import Counters
 from engine.scheduling.limits import Limits
-from engine.scheduling.policy import StepBudget
+from engine.scheduling.parking import find_owner, still_parked
+from engine.scheduling.policy import Pace, StepBudget
 from engine.scheduling.sequence import Sequence, State, own_rank
 from engine.scheduling.tables import PageTables
 from engine.types import CacheReceipt, Delta, EngineRequest, FinishReason, TokenLogprob
-
-LEARNING_RATE = 0.1
-"""Weight of the last step in the estimate of the machine's pace."""
 
 SCORED_ROWS = 128
 """Most rows of a chunk whose logits are wanted: each takes the head as well."""
@@ -55,7 +53,6 @@ class Scheduler:
         self.pool = pool
         self.tree = PrefixTree(pool)
         self.limits = limits
-        self.costs = costs
         self.tables = PageTables(pool, self.tree)
         self.counters = Counters(limits.layers * limits.token_bytes)
         self.paused = False  # no request begins; those that have begun go on
@@ -69,7 +66,7 @@ class Scheduler:
         self._crowded = False  # the step that is being planned has no place for another
         self._next_id = 0
         self._planner = CascadePlanner(limits.rules(pool.page_size))
-        self._pace = 1.0  # how long steps take lately, as a multiple of what `costs` predicts
+        self._pace = Pace(costs)
 
     # -- the door --------------------------------------------------------------------------------
 
@@ -147,8 +144,7 @@ class Scheduler:
         """Choose the rows of the next step; None if nothing can run."""
         if self._in_flight is not None:
             raise RuntimeError("a step is in flight")
-        costs = self.costs.scaled(self._pace)
-        budget = StepBudget(self.limits.max_step_tokens, self.limits.step_ms, costs)
+        budget = StepBudget(self.limits.max_step_tokens, self.limits.step_ms, self._pace.costs)
         chunks: dict[Sequence, Chunk] = {}
         self._crowded = False
         self._plan_decodes(budget, chunks)
@@ -232,7 +228,7 @@ class Scheduler:
                 break
             if len(self._running) >= self.limits.max_running or budget.rows_left == 0:
                 break
-            if self._still_parked(seq) or (self.paused and seq.receipt is None):
+            if still_parked(seq) or (self.paused and seq.receipt is None):
                 continue
             match = self.tree.match(seq.namespace, seq.tokens, seq.match_limit())
             if self._park(seq, match.length):
@@ -251,36 +247,15 @@ class Scheduler:
         for seq in admitted:
             self._waiting.remove(seq)
 
-    def _still_parked(self, seq: Sequence) -> bool:
-        if seq.waits_for is None:
-            return False
-        owner, need = seq.waits_for
-        if owner.state is State.RUNNING and owner.computed < need:
-            return True
-        seq.waits_for = None
-        return False
-
     def _park(self, seq: Sequence, matched: int) -> bool:
-        """Wait for the running sequence that is about to compute most of what follows `matched`, if any.
-
-        One that is itself behind `matched` (it may not use the cache) must save more rows than it is
-        behind.
-        """
-        limit = seq.match_limit()
-        best, found = matched, None
-        for owner in self._running:
-            if not owner.prefilling or owner.namespace != seq.namespace:
-                continue
-            if best >= min(limit, owner.target) or owner.tokens[best] != seq.tokens[best]:
-                continue
-            shared = common_prefix(owner.tokens, seq.tokens, 0, min(limit, owner.target))
-            if shared > best and shared - matched > matched - owner.computed:
-                best, found = shared, owner
+        """Let it wait for the running sequence that is about to compute most of what follows `matched`."""
+        found = find_owner(seq, matched, self._running)
         if found is None:
             return False
-        seq.waits_for = (found, best)
+        seq.waits_for = found
+        owner = found[0]
         # Else a request that is less urgent than this one, and more than the owner, would hold up both.
-        found.rank = min(found.rank, (seq.rank[0], found.id))
+        owner.rank = min(owner.rank, (seq.rank[0], owner.id))
         self._running.sort(key=_rank)
         return True
 
@@ -320,7 +295,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """Take over what the step computed: publish pages, append tokens, end what has ended."""
         self._land(plan)
-        self._learn(plan, result.seconds)
+        self._pace.learn(plan, result.seconds)
         self.counters.ran(plan, result)
         samples = {index: j for j, index in enumerate(plan.sample_sequences)}
         scores = {row.sequence: found for row, found in zip(plan.scores, result.scores, strict=True)}
@@ -355,13 +330,6 @@ class Scheduler:
         for node in self._copy_sources:
             self.tree.unpin(node)
         self._copy_sources.clear()
-
-    def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """Follow the machine's pace: costs were measured once, maybe beside other work."""
-        predicted = self.costs.predict(plan.rows, plan.rows + int(plan.attention.positions.sum()))
-        if seconds > 0 and predicted > 0:
-            ratio = min(max(1e3 * seconds / predicted, 0.1), 10.0)
-            self._pace += LEARNING_RATE * (ratio - self._pace)
 
     def _advance(self, seq: Sequence, rows: int) -> None:
         was_prefill = seq.prefilling

@@ -204,7 +204,8 @@ class Choice:
 
     def _echoed(self, delta: Delta) -> list[Entry]:
         """The prompt's own tokens, where they are shown."""
-        if not (self._rules.logprobs and self._rules.echoed):
+        # They have none where log-probabilities serve only to tell the best choices.
+        if self.request.prompt_logprobs is None:
             return []
         rows = zip(self.echoed_ids, delta.prompt_logprobs, self._rules.offsets, strict=True)
         return [Entry(*row) for row in rows]

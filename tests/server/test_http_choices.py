@@ -82,6 +82,16 @@ async def test_best_of_shows_the_likeliest_and_counts_all() -> None:
         assert body["usage"]["completion_tokens"] == 4 * 3
 
 
+async def test_best_of_shows_the_prompt_too_where_that_is_asked_for() -> None:
+    """Choices are told apart by log-probabilities that the prompt's own tokens don't have then."""
+    async with running(FakeEngine()) as client:
+        for echo in ({"echo": True}, {"echo_last": 2}, {"echo_last": 9}):
+            body = await client.complete("ab", n=1, best_of=3, max_tokens=2, **echo)
+            (choice,) = body["choices"]
+            assert choice["text"].startswith("ab")
+            assert choice["logprobs"] is None
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

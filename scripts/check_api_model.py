@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-CONTEXT = 2048
-# Bytes, the two marks of turns, and tokens that end a reply: so many that random replies are short.
-ENDS = 30
+# Small, so that the longest reply is short.
+CONTEXT = 512
+# Bytes and what is common in prompts that describe tools, the marks of turns, and tokens that end a reply: so
+# many that random replies are short.
+PLAIN = 640
+ENDS = 60
+_TOOLS = Path(__file__).resolve().parent.parent / "engine" / "text" / "tools.py"
 _TURN, _END = "<|im_start|>", "<|im_end|>"
 _TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
@@ -16,18 +20,24 @@ _TEMPLATE = (
 
 
 def write_model(folder: Path) -> Path:
-    """Write a Llama of two layers in Hugging Face's layout: a token is a byte, the context 2048 tokens."""
+    """Write a Llama of two layers in Hugging Face's layout, with a byte-level tokenizer and a template."""
     import numpy
     from safetensors.numpy import save_file
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    tokenizer = Tokenizer(models.BPE(vocab=_byte_alphabet(), merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=PLAIN, initial_alphabet=alphabet, min_frequency=1, show_progress=False
+    )
+    tokenizer.train_from_iterator([_TOOLS.read_text()], trainer)
+    plain = tokenizer.get_vocab_size()
     special = [_TURN, _END, *(f"<|end_{i}|>" for i in range(1, ENDS))]
     tokenizer.add_special_tokens([AddedToken(text) for text in special])
     tokenizer.save(str(folder / "tokenizer.json"))
-    vocab = 256 + len(special)
+    vocab = plain + len(special)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -42,7 +52,7 @@ def write_model(folder: Path) -> Path:
         "rope_theta": 10000.0,
         "hidden_act": "silu",
         "tie_word_embeddings": True,
-        "eos_token_id": list(range(257, vocab)),
+        "eos_token_id": list(range(plain + 1, vocab)),
     }
     (folder / "config.json").write_text(json.dumps(config))
     named = {"eos_token": _END, "chat_template": _TEMPLATE}
@@ -78,10 +88,3 @@ def _shapes(config: dict) -> dict[str, tuple[int, ...]]:
             at + "mlp.down_proj.weight": (wide, inner),
         }
     return found
-
-
-def _byte_alphabet() -> dict[str, int]:
-    # How byte-level tokenizers write bytes as characters: themselves where that can be seen.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -77,6 +77,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_choices: Annotated[
         int, Meta(ge=1, le=65536, description="Choices that one request may ask for, over all its prompts")
     ] = 256
+    max_logprobs: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1_000_000_000,
+            description="Log-probabilities that one request may ask for, over all tokens and alternatives",
+        ),
+    ] = 1_000_000
     max_stop_chars: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Characters that one stop string may have")
     ] = 1024

@@ -8,8 +8,8 @@ from msgspec import UNSET, UnsetType
 
 from engine.text import Part
 from server.api.completions import closing
+from server.api.dialect import Call, Event, Reply, Update
 from server.api.order import Order
-from server.api.reply import Call, Event, Reply, Update
 from server.errors import ErrorObject
 from server.schema.responses import (
     ChatChoice,

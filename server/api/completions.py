@@ -11,9 +11,10 @@ from msgspec import UNSET
 
 from engine import RequestError
 from server.api.common import SERVICES, Services, check_model, check_size, model_names, read_body
+from server.api.dialect import Event, Reply, Update
 from server.api.grammar import compile_format
 from server.api.order import Frame, Order, Prompt, make_order
-from server.api.reply import Event, Reply, Update, reply
+from server.api.reply import reply
 from server.errors import ErrorObject
 from server.schema.prompts import read_prompts
 from server.schema.requests import CompletionRequest, read_completion

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from server.api.reply import Event, Reply, Update
+from server.api.dialect import Event, Reply, Update
 from server.errors import ErrorObject, anthropic_error
 from server.schema.anthropic import MessagesRequest
 from server.schema.anthropic_parts import ThinkingAdaptive, ThinkingEnabled

@@ -106,6 +106,7 @@ def _build(
     engine, codec = services.backend.require()
     generated = _generated(services, body, len(prompts), engine.config.max_waiting)
     build = _Builder(services, body, engine.info, codec, frame, field)
+    build.check_logprobs(prompts, generated)
     reply_id = prefix + uuid.uuid4().hex
     namespace = _namespace(http, services, body)
     options = body.stream_options
@@ -211,6 +212,19 @@ class _Builder:
             echoed=echoed,
             offsets=offsets_of(self._codec, prompt.ids[-echoed:], echo) if told and echoed else (),
         )
+
+    def check_logprobs(self, prompts: Sequence[Prompt], generated: int) -> None:
+        """Raise RequestError where the reply might hold more log-probabilities than memory should."""
+        if self.form is None:
+            return
+        tokens = sum(self._echoed(prompt) + self._room(prompt.ids) for prompt in prompts)
+        numbers, most = generated * tokens * (1 + self.top), self._config.max_logprobs
+        if numbers > most:
+            raise RequestError(
+                f"'logprobs' asks for up to {numbers} log-probabilities, counting choices, tokens and "
+                f"alternatives; at most {most} are given: ask for fewer, or give a lower max_tokens",
+                param="logprobs",
+            )
 
     def _echoed(self, prompt: Prompt) -> int:
         if self._body.echo:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from server.api.reply import Event, Reply, Update
+from server.api.dialect import Event, Reply, Update
 from server.api.responses_items import Item, Kind, entries_of, tokens_of
 from server.errors import INVALID, ErrorObject
 from server.schema.responses_api import PRIORITY, ResponsesRequest

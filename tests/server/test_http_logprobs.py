@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
+from server.config import ServerConfig
 from tests.server.fakes import END, MODEL, FakeEngine, chat_body, logprob_of, running, text_ids
 
 EMOJI = "né 👍"
@@ -179,3 +180,15 @@ async def test_the_openai_client_reads_both_forms() -> None:
         assert plain.choices[0].logprobs is not None
         assert plain.choices[0].logprobs.tokens == ["a", "a"]
         await openai.close()
+
+
+async def test_a_reply_holds_a_bounded_number_of_log_probabilities() -> None:
+    """O085: choices, tokens and alternatives count together, before anything runs."""
+    async with running(FakeEngine("ab"), ServerConfig(max_logprobs=600)) as client:
+        body = {"model": MODEL, "prompt": "abcd", "logprobs": 5, "n": 2, "max_tokens": 50}
+        status, reply, _ = await client.post("/v1/completions", body)
+        assert status == 200, reply
+        for more in ({"n": 3}, {"max_tokens": 51}, {"echo": True}, {"max_tokens": None}):
+            status, reply, _ = await client.post("/v1/completions", body | more)
+            assert (status, reply["error"]["param"]) == (400, "logprobs")
+        assert len(client.engine.submitted) == 2

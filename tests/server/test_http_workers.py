@@ -21,6 +21,7 @@ import pytest
 from engine import Engine, EngineConfig, EngineRequest, RequestError, TextCodec
 from server import encoding, generate, lifecycle
 from server.api import logprobs, order, reply
+from server.api import stream as streams
 from server.config import ServerConfig
 from server.encoding import encode, encode_long
 from server.schema import counting, strict
@@ -186,7 +187,7 @@ async def test_long_log_probabilities_are_written_in_a_worker(form: dict[str, An
 async def test_what_streams_say_at_once_is_written_in_a_worker_where_it_is_long(watch: Watch) -> None:
     """An echoed prompt comes in one piece; the tokens behind it one by one."""
     watch.on(logprobs.LogprobsWriter, "write")
-    watch.on(reply, "encode_event")
+    watch.on(streams, "encode_event")
     fields = {"model": MODEL, "logprobs": 1, "echo": True, "max_tokens": 3}
     async with running(FakeEngine("abc"), CONFIG) as client:
         short, _ = await client.stream("/v1/completions", {**fields, "prompt": "ab"})
@@ -216,7 +217,8 @@ async def test_a_response_that_repeats_a_long_request_is_written_in_a_worker(
     watch: Watch, *, stream: bool
 ) -> None:
     """It holds the instructions and the tools once more; so do the first and the last event of a stream."""
-    watch.on(reply, "encode_event", "encode", "encode_long")
+    watch.on(streams, "encode_event")
+    watch.on(reply, "encode", "encode_long")
     async with running(FakeEngine("a", context=5000), CONFIG) as client:
         for instructions, where in (("a", LOOP), ("a" * 400, REPLIES)):
             body = {"model": MODEL, "input": "a", "instructions": instructions, "stream": stream}
@@ -231,7 +233,7 @@ async def test_a_response_that_repeats_a_long_request_is_written_in_a_worker(
 
 async def test_the_end_of_a_long_response_is_written_in_a_worker(watch: Watch) -> None:
     """It repeats all log-probabilities, which were short one by one."""
-    watch.on(reply, "encode_event")
+    watch.on(streams, "encode_event")
     body = {"model": MODEL, "input": "a", "include": ["message.output_text.logprobs"], "stream": True}
     async with (
         running(FakeEngine("abcdefghijkl"), CONFIG) as client,

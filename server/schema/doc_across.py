@@ -82,7 +82,8 @@ _OWN: dict[Struct, tuple[Json, ...]] = {
     ),
     TokenizeRequest: (
         {"oneOf": [_given(prompt={"type": "string"}), _given(messages={"type": "array"})]},
-        _excludes("prompt", "messages", "tools", "add_generation_prompt", "chat_template_kwargs"),
+        _excludes("prompt", "messages", "tools", "chat_template_kwargs"),
+        _excludes("prompt", "add_generation_prompt", "continue_final_message"),
         _excludes("messages", "add_special_tokens"),
     ),
     Message: (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -39,14 +40,16 @@ Ending = Literal["stop", "length", "tool_calls"]
 class Rules(NamedTuple):
     """How a choice's tokens become a reply.
 
-    `calls`: what stands where calls do is taken for calls; `several`: not only for the first. `reasoning`:
-    it is told apart. `logprobs`: pieces tell them. `echo` is the text in front of the reply, `echoed` the
-    number of the prompt's tokens behind it, `offsets` where in it they begin, where pieces tell them.
+    `calls`: what stands where calls do is taken for calls; `several`: not only for the first; `forced`: there
+    is nothing else. `reasoning`: it is told apart. `logprobs`: pieces tell them. `echo` is the text in front
+    of the reply, `echoed` the number of the prompt's tokens behind it, `offsets` where in it they begin,
+    where pieces tell them.
     """
 
     stops: tuple[str, ...] = ()
     calls: bool = False
     several: bool = True
+    forced: bool = False
     reasoning: bool = False
     opened: str = ""
     logprobs: bool = False
@@ -105,6 +108,7 @@ class Choice:
                 tools=rules.calls, reasoning=rules.reasoning, opened=rules.opened
             )
         self._call_ids: list[str] = []
+        self._arguments = ""  # of the last call, as far as they have come
         self._offset = len(rules.echo)
         self._thinking = False
 
@@ -159,7 +163,10 @@ class Choice:
             logprob = next(logprobs, None)
             if self._rules.logprobs:
                 entries.append(Entry(token_id, logprob, self._offset))
-            text = self._detokenizer.push((token_id,))
+            # The token that stops a reply is no more shown than a text that does.
+            stops = delta.finish_reason == "stop" and taken == len(delta.token_ids)
+            hidden = stops and token_id in self.request.params.stop_token_ids
+            text = "" if hidden else self._detokenizer.push((token_id,))
             self._offset += len(text)
             shown, stopped = self._filter.push(text)
             more = self._parse(shown)
@@ -191,11 +198,25 @@ class Choice:
         return parts if self._rules.several else [part for part in parts if not _further(part)]
 
     def _piece(self, parts: list[Part], token_ids: tuple[int, ...], entries: list[Entry]) -> Piece:
+        if self._rules.forced:
+            # What is no call is the beginning of one that was cut.
+            parts = [part for part in parts if part.kind != "content" or part.text == self._rules.echo]
         ids = [self._call_id(part.index) if part.kind == "call" else None for part in parts]
         merged, call_ids = merge_parts(parts, ids)
-        if self._call_ids and self.finish_reason == "stop":
+        self._follow_calls(merged)
+        if self._call_ids and self.finish_reason == "stop" and not self._cut_call:
             self.finish_reason = "tool_calls"
         return Piece(self, merged, call_ids, token_ids, tuple(entries), self.finish_reason)
+
+    def _follow_calls(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if part.kind == "call":
+                self._arguments = part.text if part.name is not None else self._arguments + part.text
+
+    @property
+    def _cut_call(self) -> bool:
+        """Whether a stop string ended the reply within a call, which then can't be made."""
+        return self.stop_text is not None and not _is_json(self._arguments)
 
     def _call_id(self, index: int) -> str:
         while len(self._call_ids) <= index:
@@ -305,6 +326,14 @@ def offsets_of(codec: TextCodec, ids: Sequence[int], text: str) -> tuple[int, ..
         if text.startswith(spelled, at) or not codec.is_control(token_id):
             at += len(spelled)
     return tuple(found)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _further(part: Part) -> bool:

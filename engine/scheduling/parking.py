@@ -19,6 +19,19 @@ def still_parked(seq: Sequence) -> bool:
     return False
 
 
+def coming(seq: Sequence, running: Iterable[Sequence]) -> int:
+    """Tokens of the prompt of `seq`, from its first, that a running sequence has stored or is about to."""
+    prompt = seq.request.prompt
+    return max(
+        (
+            common_prefix(owner.tokens, prompt, 0, min(len(prompt), owner.target))
+            for owner in running
+            if owner.prefilling and owner.namespace == seq.namespace
+        ),
+        default=0,
+    )
+
+
 def find_owner(seq: Sequence, matched: int, running: Iterable[Sequence]) -> tuple[Sequence, int] | None:
     """The running sequence that is about to compute most of what follows `matched` tokens of `seq`, and up to
     which token; None if none is.

@@ -25,7 +25,7 @@ from engine.scheduling.assemble import Chunk, assemble
 from engine.scheduling.cascade import CascadePlanner
 from engine.scheduling.counters import Counters
 from engine.scheduling.limits import Limits
-from engine.scheduling.parking import find_owner, still_parked
+from engine.scheduling.parking import coming, find_owner, still_parked
 from engine.scheduling.policy import Pace, StepBudget
 from engine.scheduling.sequence import Sequence, State, own_rank
 from engine.scheduling.tables import PageTables
@@ -278,6 +278,8 @@ class Scheduler:
         copy = None
         if seq.receipt is None:
             stored = self.tree.match(seq.namespace, seq.request.prompt, seq.prompt_len).length
+            # One that may not wait for others computes what they do, but stores nothing new by that.
+            stored = max(stored, coming(seq, self._running))
             seq.receipt = CacheReceipt(seq.prompt_len, match.length, seq.prompt_len - stored)
             self.counters.admitted(seq.receipt)
         if (attached := self.tables.attach(seq, match)) is not None:

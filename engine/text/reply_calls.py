@@ -97,7 +97,8 @@ class CallParser:
             self._give()
         elif self._state == self._broken:
             self._parts.add("call", self._held, self._calls - 1)
-        elif self._state != self._after:
+        elif self._state not in (self._after, self._tail):
+            # Behind a call there can only be the beginning of its closing marker.
             self._parts.add("content", self._held)
         self._held, self._reader = "", None
         return self._parts.take()

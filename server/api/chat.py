@@ -104,8 +104,8 @@ def _shorten(
     while few <= many:
         drop = (few + many) // 2
         gone = set(droppable[:drop])
-        # A result whose call is gone says nothing.
-        while drop < len(droppable) and turns[droppable[drop]]["role"] == "tool":
+        # Without the question before it an answer says nothing, nor does a result without its call.
+        while drop < len(droppable) and turns[droppable[drop]]["role"] != "user":
             gone.add(droppable[drop])
             drop += 1
         ids = _encode(codec, body, [t for i, t in enumerate(turns) if i not in gone], tools, options)

@@ -56,8 +56,9 @@ class LogprobsWriter:
             text_offset=entry.offset,
         )
 
-    def _bytes(self, token_id: int) -> tuple[int, ...] | None:
-        return None if self._codec.is_control(token_id) else tuple(self._codec.token_bytes(token_id))
+    def _bytes(self, token_id: int) -> tuple[int, ...]:
+        # Some clients take a list only, never null.
+        return () if self._codec.is_control(token_id) else tuple(self._codec.token_bytes(token_id))
 
     def _legacy_top(self, logprob: TokenLogprob | None) -> dict[str, float] | None:
         if logprob is None:

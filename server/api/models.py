@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import msgspec
 from aiohttp import web
 
@@ -11,7 +13,8 @@ from server.schema.responses import ModelCard, ModelList
 
 async def list_models(http: web.Request) -> web.Response:
     """List all names."""
-    return _json(ModelList(data=tuple(_cards(http.app[SERVICES]).values())))
+    cards = tuple(_cards(http.app[SERVICES]).values())
+    return _json(ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
 
 async def get_model(http: web.Request) -> web.Response:
@@ -26,7 +29,9 @@ def _cards(services: Services) -> dict[str, ModelCard]:
     return {
         name: ModelCard(
             id=name,
+            display_name=name,
             created=services.backend.loaded_at,
+            created_at=datetime.fromtimestamp(services.backend.loaded_at, UTC).isoformat(),
             context_length=engine.info.context_length,
             supports_chat=codec.has_chat_template,
         )

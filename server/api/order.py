@@ -205,6 +205,7 @@ class _Builder:
             stops=self._stops,
             calls=bool(self._frame.tools.callable),
             several=self._frame.tools.parallel,
+            forced=self._frame.tools.required,
             reasoning=self._frame.reasoning,
             opened=prompt.opened,
             logprobs=told,

@@ -10,8 +10,8 @@ import msgspec
 from aiohttp import web
 
 from engine import RequestError
-from server.api.chat import take_chat
-from server.api.common import SERVICES, Services, read_body
+from server.api.chat import prepare_chat, take_chat
+from server.api.common import SERVICES, Services, check_model, model_names, read_body
 from server.api.reply import reply
 from server.api.responses_dialect import ResponsesDialect
 from server.errors import ApiError
@@ -20,6 +20,7 @@ from server.schema.requests import ChatRequest, JsonSchema, ResponseFormat
 from server.schema.responses_api import PRIORITY, ResponsesRequest, read_request
 from server.schema.responses_items import read_turns
 from server.schema.responses_options import FunctionTool, TextFormat, ToolChoice
+from server.schema.responses_reply import InputTokens
 
 # What a chat's fields are called here, for messages about them.
 _NAMES = (
@@ -44,6 +45,8 @@ def add_routes(app: web.Application, prefix: str) -> None:
     """Add the paths of this dialect, those of stored responses included."""
     path = prefix + "/v1/responses"
     app.router.add_post(path, handle)
+    app.router.add_post(path + "/input_tokens", count)
+    app.router.add_post(path + "/compact", unsupported)
     app.router.add_get(path + "/{id}", missing)
     app.router.add_delete(path + "/{id}", missing)
     app.router.add_post(path + "/{id}/cancel", missing)
@@ -63,6 +66,31 @@ async def handle(http: web.Request) -> web.StreamResponse:
         except RequestError as exc:
             raise _in_our_words(exc) from exc
         return await reply(http, services, order, ResponsesDialect(asked.request), started)
+
+
+async def count(http: web.Request) -> web.Response:
+    """Count the tokens of a prompt, whether or not they fit."""
+    services = http.app[SERVICES]
+    with services.backend.answering():
+        services.backend.require()
+        asked, long = await read_body(http, services, _read)
+        engine, _ = services.backend.require()
+        check_model(asked.chat.model, model_names(engine.info, services.config))
+        try:
+            prompt, _ = await prepare_chat(services, asked.chat, long=long)
+        except RequestError as exc:
+            raise _in_our_words(exc) from exc
+        body = msgspec.json.encode(InputTokens(len(prompt.ids)))
+        return web.Response(body=body, content_type="application/json")
+
+
+async def unsupported(http: web.Request) -> NoReturn:
+    """Say that histories are not shortened here."""
+    raise ApiError(
+        404,
+        'This server shortens no histories by itself: send what the model is to see, or truncation "auto"',
+        code="not_supported",
+    )
 
 
 async def missing(http: web.Request) -> NoReturn:

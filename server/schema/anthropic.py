@@ -119,7 +119,7 @@ class MessagesRequest(Conversation, frozen=True, kw_only=True):
     ] = None
     metadata: Annotated[MessagesMetadata | None, Meta(description="About the request")] = None
     service_tier: Annotated[
-        Literal["auto", "standard_only", "priority"] | None,
+        Literal["auto", "standard_only", "default", "flex", "scale", "priority", "fast"] | None,
         Meta(description="priority: first in the queue and last to be shed; the others: in turn"),
     ] = None
     output_format: Annotated[
@@ -212,7 +212,7 @@ def _convert(fields: dict[str, Any], struct: type[T]) -> T:
                 "text, tool calls and their results",
                 param=fault.path,
             ) from None
-        raise strict.invalid(fault) from None
+        raise strict.invalid(fault, struct) from None
 
 
 def _other_kind(fault: strict.Fault) -> bool:

@@ -119,7 +119,10 @@ class CustomTool(Closed, frozen=True, kw_only=True):
     ]
     description: Annotated[str | None, Meta(description="What the tool does, for the model to read")] = None
     type: Annotated[Literal["custom"] | None, Meta(description="The only kind there is")] = None
-    strict: Annotated[bool | None, Meta(description="Whether calls are bound to hold to the schema")] = None
+    strict: Annotated[
+        bool | None,
+        Meta(description="Accepted and ignored: calls are held to the schema where tool_choice requires one"),
+    ] = None
     cache_control: CacheMark = None
     allowed_callers: Annotated[
         list[str] | None, Meta(description="Accepted and ignored: the model is the only caller")

@@ -11,7 +11,7 @@ from server.schema.anthropic_replies import AnthropicMessage, MessageEvent, Mess
 from server.schema.requests import ChatRequest, CompletionRequest
 from server.schema.responses import ChatChunk, ChatCompletion, Completion, ModelCard, ModelList
 from server.schema.responses_api import ResponsesRequest
-from server.schema.responses_reply import Response, StreamEvent
+from server.schema.responses_reply import InputTokens, Response, StreamEvent
 from server.schema.tokens import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
 Struct = type[msgspec.Struct]
@@ -103,6 +103,17 @@ def _generating() -> tuple[Route, ...]:
             StreamEvent,
             (("A question", {"input": "Why is the sky blue?", "max_output_tokens": 64}),),
             tells_cache=True,
+        ),
+        Route(
+            "post",
+            _twins("/v1/responses/input_tokens"),
+            "countInputTokens",
+            "Tokens",
+            "Count the tokens of a prompt in the Responses dialect",
+            "Takes the body of a response and generates nothing.",
+            ResponsesRequest,
+            InputTokens,
+            examples=(("A question", {"input": "Why is the sky blue?"}),),
         ),
         Route(
             "post",
@@ -200,10 +211,15 @@ def _stored() -> tuple[Route, ...]:
         ("post", "/cancel", "cancelResponse", "Cancel a response"),
         ("get", "/input_items", "listInputItems", "List a stored response's input"),
     )
-    return tuple(
+    stored = tuple(
         Route(method, _twins("/v1/responses/{id}" + end), name, "Not here", summary, about)
         for method, end, name, summary in found
     )
+    words = "Answers 404: histories are shortened by `truncation` only."
+    compact = Route(
+        "post", _twins("/v1/responses/compact"), "compactResponse", "Not here", "Shorten a history", words
+    )
+    return (*stored, compact)
 
 
 def _operations() -> tuple[Route, ...]:

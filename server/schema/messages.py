@@ -34,7 +34,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
+    name: Annotated[
+        str | None, Meta(description="Given to the model's chat template, which may not show it")
+    ] = None
     reasoning_content: Annotated[str | None, Meta(description="What the assistant thought")] = None
     tool_calls: Annotated[list[ToolCall] | None, Meta(description="What the assistant called")] = None
     tool_call_id: Annotated[str | None, Meta(description="For role tool: the call that this answers")] = None

@@ -28,6 +28,7 @@ COMPLETION_FIELDS: dict[str, tuple[Any, ...]] = _BOTH | {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "prompt_truncate_len": (),
+    "reasoning_history": (),
     "safe_tokenization": (),
 }
 CHAT_FIELDS: dict[str, tuple[Any, ...]] = _BOTH | {"best_of": (1,), "prompt": ()}
@@ -44,6 +45,7 @@ WORDS = {
     "messages": "'messages' belongs to /v1/chat/completions; give 'prompt' here",
     "prompt": "'prompt' belongs to /v1/completions; give 'messages' here",
     "tools": "'tools' belongs to /v1/chat/completions",
+    "reasoning_history": "'reasoning_history' is for chats: a completions prompt is read as it is given",
     "safe_tokenization": "'safe_tokenization' is for chats: a completions prompt is read as it is given",
     "prompt_truncate_len": "'prompt_truncate_len' is for chats: it drops their oldest turns",
     "web_search_options": "This server searches nothing: 'web_search_options' is not supported",

@@ -82,13 +82,21 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Where max_tokens doesn't fit the context: refuse, or generate what fits (default)"),
     ] = None
     n: Annotated[
-        Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None, Meta(description="Choices for each prompt")
+        Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None,
+        Meta(description="Choices for each prompt; default 1"),
     ] = None
     temperature: Annotated[
-        Annotated[float, Meta(ge=0.0, le=2.0)] | None, Meta(description="0 takes the likeliest token")
+        Annotated[float, Meta(ge=0.0, le=2.0)] | None,
+        Meta(description="0 takes the likeliest token; default: the model's own, else 1"),
     ] = None
-    top_p: Annotated[Share | None, Meta(description="Keep the likeliest tokens of this mass")] = None
-    top_k: Annotated[Count | None, Meta(description="Keep so many of the likeliest tokens; 0 is off")] = None
+    top_p: Annotated[
+        Share | None,
+        Meta(description="Keep the likeliest tokens of this mass; default: the model's own, else 1"),
+    ] = None
+    top_k: Annotated[
+        Count | None,
+        Meta(description="Keep so many of the likeliest tokens; 0 is off; default: the model's own, else 0"),
+    ] = None
     min_p: Annotated[
         Share | None, Meta(description="Drop tokens below this share of the likeliest one's probability")
     ] = None
@@ -125,10 +133,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Same seed, same request: same reply"),
     ] = None
     stop: Annotated[
-        str | list[str] | None, Meta(description=f"Up to {MAX_STOPS} texts that end a reply, not shown")
+        str | list[str] | None,
+        Meta(
+            description=f"Up to {MAX_STOPS} texts that end a reply, not shown; token ids and "
+            "log-probabilities go up to the token that completed one"
+        ),
     ] = None
-    stop_token_ids: Annotated[list[Count] | None, Meta(description="More tokens that end a reply")] = None
-    min_tokens: Annotated[Count | None, Meta(description="Tokens before a reply may end by itself")] = None
+    stop_token_ids: Annotated[
+        list[Count] | None, Meta(description="More tokens that end a reply, not shown")
+    ] = None
+    min_tokens: Annotated[
+        Count | None, Meta(description="Tokens before an end token may come; stop texts count at once")
+    ] = None
     ignore_eos: Annotated[bool | None, Meta(description="Generate on behind the model's end token")] = None
     stream: Annotated[bool | None, Meta(description="Send the reply as server-sent events")] = None
     stream_options: StreamOptions | None = None
@@ -151,10 +167,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         | Annotated[int, Meta(ge=0)]
         | None,
         Meta(description="For models that reason: whether they do"),
-    ] = None
-    reasoning_history: Annotated[
-        Literal["disabled", "interleaved", "preserved"] | None,
-        Meta(description="disabled: earlier turns' reasoning is left out of the prompt"),
     ] = None
     thinking: Annotated[Thinking | None, Meta(description="Same as reasoning_effort, another way")] = None
     prediction: Annotated[Any, Meta(description="Accepted; nothing is predicted from it")] = None
@@ -237,6 +249,10 @@ class ChatRequest(GenerateRequest, frozen=True, kw_only=True):
     function_call: Annotated[str | dict[str, Any] | None, Meta(description="Older form of tool_choice")] = (
         None
     )
+    reasoning_history: Annotated[
+        Literal["disabled", "interleaved", "preserved"] | None,
+        Meta(description="disabled: earlier turns' reasoning is left out of the prompt"),
+    ] = None
     prompt_truncate_len: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(

@@ -42,11 +42,11 @@ UsageField = Usage | None | UnsetType
 
 
 class TopLogprob(msgspec.Struct, frozen=True, gc=False):
-    """A token that could have stood there. `bytes` is null for control tokens, which are no text."""
+    """A token that could have stood there. `bytes` is empty for control tokens, which are no text."""
 
     token: str
     logprob: float
-    bytes: tuple[int, ...] | None
+    bytes: tuple[int, ...]
     token_id: int
 
 
@@ -56,7 +56,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
     token: str
     logprob: float
-    bytes: tuple[int, ...] | None
+    bytes: tuple[int, ...]
     top_logprobs: tuple[TopLogprob, ...]
     token_id: int
     text_offset: int
@@ -245,7 +245,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    display_name: str
     created: int
+    created_at: str
     owned_by: str = "headwater"
     context_length: int
     supports_chat: bool
@@ -256,3 +259,6 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
     object: Literal["list"] = "list"
     data: tuple[ModelCard, ...]
+    has_more: bool = False
+    first_id: str
+    last_id: str

@@ -27,7 +27,7 @@ from server.schema.responses_options import (
     check_tools,
 )
 
-PRIORITY = ("priority", "fast")
+PRIORITY = ("priority",)
 LOGPROBS = "message.output_text.logprobs"
 
 Includable = Literal[

@@ -112,6 +112,13 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
     )
 
 
+class InputTokens(msgspec.Struct, frozen=True):
+    """Body of POST /v1/responses/input_tokens: how many tokens the prompt has."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 class Response(msgspec.Struct, frozen=True, kw_only=True):
     """A response, whole or as far as it has come. Fields of the request are repeated as they took effect."""
 

@@ -18,6 +18,7 @@ import msgspec
 
 from engine import RequestError
 from server.schema import counting
+from server.schema.allowed import words_at
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -74,7 +75,7 @@ def convert(fields: dict[str, Any], struct: type[T], *, at: str = "") -> T:
             msgspec.convert(counting.shortened(fields), struct)
         return msgspec.convert(fields, struct)
     except msgspec.ValidationError as exc:
-        raise invalid(locate(fields, _shortened(str(exc))), at=at) from None
+        raise invalid(locate(fields, _shortened(str(exc))), struct, at=at) from None
 
 
 class Fault(NamedTuple):
@@ -111,8 +112,8 @@ def locate(fields: dict[str, Any], error: str) -> Fault:
     return Fault(error, (), fields)
 
 
-def invalid(fault: Fault, *, at: str = "") -> RequestError:
-    """The error that says what is wrong, naming the field and showing its value."""
+def invalid(fault: Fault, struct: type[msgspec.Struct], *, at: str = "") -> RequestError:
+    """The error that says what is wrong: the field, its value, and where only some words may stand, those."""
     path = at + fault.path
     inside = path + "." if fault.steps else at
     if unknown := _UNKNOWN.fullmatch(fault.what):
@@ -126,6 +127,8 @@ def invalid(fault: Fault, *, at: str = "") -> RequestError:
     # Its own words for these repeat the value, however long it is.
     known = not fault.what.startswith(("Invalid enum value", "Invalid value"))
     what = fault.what[:1].lower() + fault.what[1:] if known else "none of the allowed values"
+    if not known and (words := words_at(struct, fault.steps)):
+        what += f" ({', '.join(words)})"
     return RequestError(f"Invalid value for '{path}': {what}; given: {shown(fault.value)}", param=path)
 
 

@@ -258,8 +258,10 @@ class FakeEngine:
         room = request.params.max_tokens - at
         script = list(self.reply(request))
         ids = tuple(script[at : at + min(self.per_delta, room)])
+        stops = () if request.params.ignore_eos else request.params.stop_token_ids
+        end = next((i for i, token in enumerate(ids, start=1) if token in stops), None)
+        ids, ended = ids[:end], end is not None
         self.generated[stream] = at + len(ids)
-        ended = ids and ids[-1] in request.params.stop_token_ids and not request.params.ignore_eos
         if ended or at + len(ids) >= min(request.params.max_tokens, len(script)):
             self._end(stream, "stop" if ended else "length", ids)
         else:

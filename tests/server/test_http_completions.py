@@ -262,3 +262,13 @@ async def test_broken_bytes_become_replacement_characters():
         events, _ = await client.stream("/v1/completions", {"model": MODEL, "prompt": "p"})
         assert text == "\ufffdA\ufffdB\ufffd"
         assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text
+
+
+@pytest.mark.parametrize("per_delta", [1, 3, 100])
+async def test_a_stop_token_is_not_shown_but_counted(per_delta):
+    async with running(FakeEngine("abcd", per_delta=per_delta)) as client:
+        body = await client.complete(stop_token_ids=[99], return_token_ids=True)
+        assert body["choices"][0]["text"] == "ab"
+        assert body["choices"][0]["finish_reason"] == "stop"
+        plain = await client.complete(stop_token_ids=[99], ignore_eos=True, max_tokens=4)
+        assert plain["choices"][0]["text"] == "abcd"

@@ -20,7 +20,7 @@ async def test_a_chat_tells_each_token_in_the_form_of_chats() -> None:
         content = body["choices"][0]["logprobs"]["content"]
         assert [entry["token_id"] for entry in content] == text_ids(EMOJI)
         assert bytes(b for entry in content for b in entry["bytes"] or ()) == EMOJI.encode()
-        assert content[-1]["bytes"] is None, "the end token is no text"
+        assert content[-1]["bytes"] == [], "the end token is no text"
         for entry in content:
             expected = logprob_of(entry["token_id"], 2)
             assert entry["logprob"] == expected.logprob

@@ -445,7 +445,7 @@ async def test_truncation_drops_the_oldest_turns_only_where_it_is_asked_for():
 async def test_priority_and_isolation_reach_the_engine():
     engine = FakeEngine()
     async with running(engine) as client:
-        for tier, shown, priority in (("fast", "priority", 1), ("flex", "default", 0)):
+        for tier, shown, priority in (("priority", "priority", 1), ("fast", "default", 0)):
             fields = {"service_tier": tier, "cache_salt": "s", "prompt_cache_max_len": 0}
             _, reply, _ = await client.post(PATH, body(**fields))
             assert reply["service_tier"] == shown
@@ -498,3 +498,16 @@ async def test_large_bodies_are_read_in_a_worker_all_the_same():
         assert (status, reply["usage"]["input_tokens"]) == (200, 21)
         status, reply, _ = await client.post(PATH, body(input=[{"role": "user"}]))
         assert (status, reply["error"]["param"]) == (400, "input.0.content")
+
+
+async def test_the_openai_client_counts_tokens_and_is_told_what_is_not_here():
+    async with running(FakeEngine("a")) as client:
+        async with sdk(client) as ai:
+            asked = {"model": MODEL, "input": "hi", "instructions": "Be short."}
+            counted = await ai.responses.input_tokens.count(**asked)
+            assert counted.object == "response.input_tokens"
+            reply = await ai.responses.create(**asked)
+            assert reply.usage is not None
+            assert counted.input_tokens == reply.usage.input_tokens
+        status, body, _ = await client.post("/v1/responses/compact", {"model": MODEL})
+        assert (status, body["error"]["code"]) == (404, "not_supported")

@@ -392,3 +392,54 @@ async def test_what_this_model_cannot_do_is_refused_in_words(fields: dict[str, A
         assert (status, body["error"]["param"]) == (400, param), body
         assert (await client.chat(reasoning_effort="none"))["choices"]
         assert (await client.chat(thinking={"type": "disabled"}))["choices"]
+
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "reason", "arguments"),
+    [
+        ("Rome", "stop", '{"city": "'),
+        ("}}", "stop", '{"city": "Rome"'),
+        ("</tool", "tool_calls", '{"city": "Rome"}'),
+    ],
+)
+async def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(
+    stop: str, reason: str, arguments: str, stream: bool
+) -> None:
+    async with running(FakeEngine(CALL, context=4000)) as client:
+        body = chat_body(tools=TOOLS, stop=stop)
+        if stream:
+            events, _ = await client.stream(CHAT, body)
+            choices = [e["choices"][0] for e in events[:-1]]
+            pieces = [c for one in choices for c in one["delta"].get("tool_calls", ())]
+            told = "".join(c["function"]["arguments"] for c in pieces)
+            ended = choices[-1]["finish_reason"]
+        else:
+            choice = (await client.chat(tools=TOOLS, stop=stop))["choices"][0]
+            told, ended = choice["message"]["tool_calls"][0]["function"]["arguments"], choice["finish_reason"]
+        assert (ended, told) == (reason, arguments)
+
+
+@pytest.mark.parametrize("length", range(1, len(CALL)))
+async def test_a_cut_call_leaves_no_markup_in_the_text(codec: TextCodec, length: int) -> None:
+    """Behind a call there is only its marker; where a call is required there is nothing else at all."""
+    async with running(FakeEngine(CALL + CALL, context=4000), codec=codec) as client:
+        forced = await client.chat(tools=TOOLS, tool_choice="required", max_tokens=length)
+        assert not forced["choices"][0]["message"]["content"]
+        free = await client.chat(tools=TOOLS, max_tokens=length)
+        if free["choices"][0]["message"].get("tool_calls"):
+            assert free["choices"][0]["message"]["content"] is None
+
+
+async def test_the_kept_turns_begin_with_a_question() -> None:
+    turns = [{"role": r, "content": f"{r}{i}"} for i in range(4) for r in ("user", "assistant")]
+    turns.append({"role": "user", "content": "last"})
+    async with running(FakeEngine("x", context=4000)) as client:
+        whole = (await client.post(CHAT, {"model": MODEL, "messages": turns}))[1]["usage"]["prompt_tokens"]
+        body = {"model": MODEL, "messages": turns, "prompt_truncate_len": whole - 1}
+        await client.post(CHAT, body)
+        text = byte_codec().decode(client.engine.submitted[-1].prompt, skip_special=False)
+        assert text.startswith("<|im_start|>user\nuser1")

@@ -148,7 +148,12 @@ async def test_values_are_told_as_json_and_cut_short(path):
         ("seed", None, {"a": False}, '{"a": false}'),
         ("user", None, ["é"], '["é"]'),
         ("model", 404, "it's", '"it\'s"'),
-        ("context_length_exceeded_behavior", None, "maybe", 'none of the allowed values; given: "maybe"'),
+        (
+            "context_length_exceeded_behavior",
+            None,
+            "maybe",
+            'none of the allowed values (error, truncate); given: "maybe"',
+        ),
         ("context_length_exceeded_behavior", None, "x" * 10_000, '"xxx'),
         ("temperature", None, deep, "[["),
     ]

@@ -65,6 +65,19 @@ def test_choices_of_one_prompt_write_it_once(page_size: int) -> None:
     assert [rig.streams[i].cached for i in ids] == [0] + [LENGTH - 1] * 3
 
 
+@SIZES
+@pytest.mark.parametrize("how", [{"cache_max_len": 0}, {"prompt_logprobs": 0}])
+def test_those_who_may_not_wait_for_each_other_write_a_prompt_once(
+    page_size: int, how: dict[str, int]
+) -> None:
+    """They all compute it, but what the first one stores is not new when the others do."""
+    rig = Rig(400, page_size)
+    ids = [rig.submit((*PROMPT, 900 + i), 1, **how) for i in range(4)]
+    rig.drain()
+    assert [rig.streams[i].cached for i in ids] == [0] * 4
+    assert [rig.streams[i].written for i in ids] == [LENGTH + 1, 1, 1, 1]
+
+
 def test_another_namespace_writes_its_own() -> None:
     rig = Rig(64, 4)
     rig.run(PROMPT)

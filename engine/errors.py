@@ -9,7 +9,7 @@ HeadwaterError
 │   └── ContextLengthExceeded    prompt at or over the context limit
 ├── EngineUnavailable        starting, draining or failed (HTTP 503)
 │   └── Overloaded           the queue is full (HTTP 503 with Retry-After)
-├── ConstraintFailed         a grammar can't be followed any further (HTTP 500)
+├── ConstraintFailed         a grammar can't be followed any further (HTTP 400)
 └── StepFailed               the step that ran this request failed (HTTP 500)
 """
 

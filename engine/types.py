@@ -143,8 +143,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     The first delta, and the one with a finish reason, carry the receipt (None only where the request
     ended before it was ever scheduled). Nothing follows a delta with a finish reason. `error` is a
-    message, set with finish reason "error". `prompt_rows` comes with a finish reason: how many of the
-    prompt's computed tokens were really run, fewer than the receipt's where it ended in prefill.
+    message, set with finish reason "error"; `fault` says whose fault that was, the step's or the
+    constraint's. `prompt_rows` comes with a finish reason: how many of the prompt's computed tokens were
+    really run, fewer than the receipt's where it ended in prefill.
     `prompt_logprobs`, where asked for, comes whole with the first delta of a finished prefill: one entry
     a prompt token from the first one asked for; None for the very first token, which nothing predicts.
     """
@@ -154,6 +155,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     receipt: CacheReceipt | None = None
     error: str | None = None
+    fault: Literal["step", "constraint"] = "step"
     prompt_rows: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 

@@ -48,8 +48,14 @@ def build_app(backend: Backend, config: ServerConfig) -> web.Application:
         keys.announce()
     # A finished reply must not wait behind long prompts.
     workers, writers = Workers(config.text_threads), Workers(config.text_threads, "replies")
+    compilers = Workers(1, "grammars", most=config.max_compiling)
     app[SERVICES] = Services(
-        config=config, backend=backend, metrics=Metrics(backend), workers=workers, writers=writers
+        config=config,
+        backend=backend,
+        metrics=Metrics(backend),
+        workers=workers,
+        writers=writers,
+        compilers=compilers,
     )
     for prefix in PREFIXES:
         app.router.add_post(prefix + "/v1/completions", completions.handle)
@@ -68,6 +74,7 @@ def build_app(backend: Backend, config: ServerConfig) -> web.Application:
     async def close(_: web.Application) -> None:
         workers.close()
         writers.close()
+        compilers.close()
 
     app.on_cleanup.append(close)
     return app

@@ -148,7 +148,7 @@ def _translate(exc: Exception) -> ApiError:
     if isinstance(exc, EngineUnavailable):
         return ApiError(503, str(exc), kind=UNAVAILABLE, code="not_ready")
     if isinstance(exc, ConstraintFailed):
-        return ApiError(500, str(exc), kind=SERVER, code="constraint_failed")
+        return ApiError(400, str(exc), code="constraint_failed")
     if isinstance(exc, StepFailed):
         return ApiError(500, str(exc), kind=SERVER, code="step_failed")
     if isinstance(exc, web.HTTPException):

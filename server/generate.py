@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from engine import (
     CacheReceipt,
+    ConstraintFailed,
     Delta,
     EngineRequest,
     EngineUnavailable,
@@ -363,4 +364,6 @@ def _failure(delta: Delta) -> HeadwaterError:
         return Overloaded("The queue is full, and a request of higher priority took this one's place")
     if delta.finish_reason == "abort":
         return EngineUnavailable("The server stopped before the reply was complete")
+    if delta.fault == "constraint":
+        return ConstraintFailed(delta.error or "What the reply must be can't be followed any further")
     return StepFailed(delta.error or "The step that ran this request failed")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Hashable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from engine.cache.node import Match, Node
 from engine.cache.pool import PagePool
@@ -355,7 +355,7 @@ class Scheduler:
             except ConstraintFailed as failure:
                 error = str(failure)
         if error is not None:
-            self._fail_sequence(seq, error)
+            self._fail_sequence(seq, error, fault="constraint")
 
     def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         params, constraint = seq.request.params, seq.request.constraint
@@ -399,8 +399,10 @@ class Scheduler:
             self.tables.release(seq)
         self._remove(seq, reason)
 
-    def _fail_sequence(self, seq: Sequence, message: str) -> None:
-        self._emit(seq, (), (), "error", message)
+    def _fail_sequence(
+        self, seq: Sequence, message: str, fault: Literal["step", "constraint"] = "step"
+    ) -> None:
+        self._emit(seq, (), (), "error", message, fault)
         self._wipe += self.tables.discard(seq)
         self._remove(seq, "error")
 
@@ -418,6 +420,7 @@ class Scheduler:
         logprobs: tuple[TokenLogprob, ...],
         reason: FinishReason | None,
         error: str | None = None,
+        fault: Literal["step", "constraint"] = "step",
     ) -> None:
         first = seq.generated == len(tokens)
         receipt = seq.receipt if first or reason is not None else None
@@ -427,6 +430,7 @@ class Scheduler:
             finish_reason=reason,
             receipt=receipt,
             error=error,
+            fault=fault,
             prompt_rows=0 if reason is None else seq.prompt_rows,
             prompt_logprobs=tuple(seq.scored) if first and seq.next_score is None else (),
         )

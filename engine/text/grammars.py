@@ -70,6 +70,17 @@ class Grammars:
         self._kept: OrderedDict[GrammarSpec, CompiledGrammar | str] = OrderedDict()
         self._coming: dict[GrammarSpec, Future[CompiledGrammar | str]] = {}
 
+    def find(self, spec: GrammarSpec, *, param: str | None = None) -> CompiledGrammar | None:
+        """The grammar if it is compiled already, else None; never waits. Raises RequestError if it is bad."""
+        with self._lock:
+            found = self._kept.get(spec)
+            if found is None or (isinstance(found, CompiledGrammar) and found.worn):
+                return None
+            self._kept.move_to_end(spec)
+        if isinstance(found, str):
+            raise RequestError(found, param=param)
+        return found
+
     def compile(self, spec: GrammarSpec, *, param: str | None = None) -> CompiledGrammar:
         """Return the compiled grammar; blocks while it is being compiled, here or by another caller.
 

@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from engine import ContextLengthExceeded, RequestError
+from engine import RequestError
 from server.api.chat_dialect import ChatDialect
 from server.api.common import SERVICES, Services, check_model, check_size, model_names, read_body
-from server.api.grammar import compile_calls, compile_format
+from server.api.grammar import Wanted, compile_grammar, wanted_calls, wanted_format
 from server.api.order import Frame, Order, Prompt, make_order
 from server.api.reply import reply
+from server.api.shorten import Turns, shorten, size_of, texts_of
 from server.schema.messages import read_messages
 from server.schema.requests import ChatRequest, read_chat
 from server.schema.tools import Choice, read_tools
 
 if TYPE_CHECKING:
     from engine import TextCodec
-
-Turns = list[dict[str, Any]]
 
 
 async def handle(http: web.Request) -> web.StreamResponse:
@@ -50,17 +49,34 @@ async def take_chat(
 
 
 async def prepare_chat(services: Services, body: ChatRequest, *, long: bool) -> tuple[Prompt, Frame]:
-    """Render and tokenize a chat, and compile what its reply must be, in a worker where it may take long.
+    """Compile what a chat's reply must be, then render and tokenize it, in workers where that may take long.
 
-    Raises RequestError.
+    Raises RequestError, and Overloaded where too many grammars are to be compiled.
     """
     _, codec = services.backend.require()
     heavy = long or body.response_format is not None or bool(body.tools or body.functions)
-    return await services.workers.run(heavy, _prepare, services, codec, body)
+    tools, wanted = await services.workers.run(heavy, _wanted, codec, body)
+    grammar = await compile_grammar(services, wanted)
+    prompt = await services.workers.run(
+        heavy, _encode_chat, services, codec, body, tools, constrained=grammar is not None
+    )
+    # Under a grammar all is content, but for what the prompt has opened.
+    reasoning = codec.reasons and (grammar is None or bool(prompt.opened))
+    return prompt, Frame(tools, reasoning, grammar)
+
+
+def _wanted(codec: TextCodec, body: ChatRequest) -> tuple[Choice, Wanted | None]:
+    tools, form = read_tools(body), wanted_format(body.response_format)
+    if form is not None and tools.required:
+        raise RequestError(
+            "'response_format' and a 'tool_choice' that requires a call exclude each other",
+            param="response_format",
+        )
+    return tools, form or wanted_calls(codec, tools)
 
 
 def _encode_chat(
-    services: Services, codec: TextCodec, body: ChatRequest, *, constrained: bool = False
+    services: Services, codec: TextCodec, body: ChatRequest, tools: Choice, *, constrained: bool
 ) -> Prompt:
     """Render and tokenize a chat's prompt. `constrained`: a grammar holds for the reply. May take long.
 
@@ -68,71 +84,29 @@ def _encode_chat(
     """
     if not codec.has_chat_template:
         raise RequestError("This model has no chat template: use /v1/completions", param="messages")
-    tools = read_tools(body)
     turns = read_messages(body.messages, history=body.reasoning_history)
-    check_size((turn["content"] for turn in turns), services, "messages")
     options = _template_options(codec, body, constrained=constrained)
-    limit = body.prompt_truncate_len
-    ids = _encode(codec, body, turns, tools, options)
-    if limit is not None and len(ids) > limit:
-        ids = _shorten(codec, body, turns, tools, options, limit)
+
+    def encode(kept: Turns) -> tuple[int, ...]:
+        return tuple(
+            codec.encode_chat(
+                kept,
+                tools=list(tools.tools) or None,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=bool(body.continue_final_message),
+                extra=options,
+            )
+        )
+
+    if body.prompt_truncate_len is None:
+        check_size(texts_of([turns, list(tools.tools)]), services, "messages")
+        ids = encode(turns)
+    else:
+        engine, _ = services.backend.require()
+        limit = min(body.prompt_truncate_len, engine.info.context_length)
+        most = services.backend.max_prompt_bytes * limit // engine.info.context_length
+        ids = shorten(turns, size_of(list(tools.tools)), encode, limit, most)
     return Prompt(ids, opened=codec.opened_by(ids))
-
-
-def _prepare(services: Services, codec: TextCodec, body: ChatRequest) -> tuple[Prompt, Frame]:
-    tools = read_tools(body)
-    grammar = compile_format(codec, body.response_format)
-    if grammar is not None and tools.required:
-        raise RequestError(
-            "'response_format' and a 'tool_choice' that requires a call exclude each other",
-            param="response_format",
-        )
-    grammar = grammar or compile_calls(codec, tools)
-    prompt = _encode_chat(services, codec, body, constrained=grammar is not None)
-    # Under a grammar all is content, but for what the prompt has opened.
-    reasoning = codec.reasons and (grammar is None or bool(prompt.opened))
-    return prompt, Frame(tools, reasoning, grammar)
-
-
-def _shorten(
-    codec: TextCodec, body: ChatRequest, turns: Turns, tools: Choice, options: Any, limit: int
-) -> tuple[int, ...]:
-    """Drop as few of the oldest turns as it takes; system turns and the last one stay."""
-    droppable = [i for i, turn in enumerate(turns[:-1]) if turn["role"] != "system"]
-    best = None
-    few, many = 1, len(droppable)
-    while few <= many:
-        drop = (few + many) // 2
-        gone = set(droppable[:drop])
-        # Without the question before it an answer says nothing, nor does a result without its call.
-        while drop < len(droppable) and turns[droppable[drop]]["role"] != "user":
-            gone.add(droppable[drop])
-            drop += 1
-        ids = _encode(codec, body, [t for i, t in enumerate(turns) if i not in gone], tools, options)
-        if len(ids) <= limit:
-            best, many = ids, (few + many) // 2 - 1
-        else:
-            few = drop + 1
-    if best is None:
-        raise ContextLengthExceeded(
-            f"The system turns and the last turn have more than 'prompt_truncate_len' {limit} tokens",
-            param="prompt_truncate_len",
-        )
-    return best
-
-
-def _encode(
-    codec: TextCodec, body: ChatRequest, turns: Turns, tools: Choice, options: dict[str, Any]
-) -> tuple[int, ...]:
-    return tuple(
-        codec.encode_chat(
-            turns,
-            tools=list(tools.tools) or None,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-            extra=options,
-        )
-    )
 
 
 def _template_options(codec: TextCodec, body: ChatRequest, *, constrained: bool) -> dict[str, Any]:

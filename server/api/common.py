@@ -23,13 +23,14 @@ R = TypeVar("R")
 
 class Services(msgspec.Struct, frozen=True):
     """What handlers work with; one an application. `workers` read long requests, `writers` set up and write
-    long replies."""
+    long replies, `compilers` compile grammars."""
 
     config: ServerConfig
     backend: Backend
     metrics: Metrics
     workers: Workers
     writers: Workers
+    compilers: Workers
 
 
 _ACCOUNT = re.compile(r"\Aaccounts/[^/]+/models/")

@@ -12,7 +12,7 @@ from msgspec import UNSET
 from engine import RequestError
 from server.api.common import SERVICES, Services, check_model, check_size, model_names, read_body
 from server.api.dialect import Event, Reply, Update
-from server.api.grammar import compile_format
+from server.api.grammar import compile_grammar, wanted_format
 from server.api.order import Frame, Order, Prompt, make_order
 from server.api.reply import reply
 from server.errors import ErrorObject
@@ -107,15 +107,17 @@ async def handle(http: web.Request) -> web.StreamResponse:
         engine, codec = services.backend.require()
         check_model(body.model, model_names(engine.info, services.config))
         _check_reasoning(body)
-        heavy = long or body.response_format is not None
-        prompts, frame = await services.workers.run(heavy, _prepare, services, codec, body)
+        heavy = body.response_format is not None
+        wanted = await services.workers.run(heavy, wanted_format, body.response_format)
+        frame = Frame(grammar=await compile_grammar(services, wanted))
+        prompts = await services.workers.run(long, _prepare, services, codec, body)
         order = await make_order(
             http, services, body, prompts, prefix="cmpl-", field="prompt", frame=frame, long=long
         )
         return await reply(http, services, order, CompletionDialect(), started)
 
 
-def _prepare(services: Services, codec: TextCodec, body: CompletionRequest) -> tuple[list[Prompt], Frame]:
+def _prepare(services: Services, codec: TextCodec, body: CompletionRequest) -> list[Prompt]:
     engine, _ = services.backend.require()
     prompts = read_prompts(
         body.prompt,
@@ -126,10 +128,7 @@ def _prepare(services: Services, codec: TextCodec, body: CompletionRequest) -> t
     for one in prompts:
         if isinstance(one, str):
             check_size([one], services, "prompt")
-    encoded = [
-        Prompt(tuple(codec.encode(one)), one) if isinstance(one, str) else Prompt(one) for one in prompts
-    ]
-    return encoded, Frame(grammar=compile_format(codec, body.response_format))
+    return [Prompt(tuple(codec.encode(one)), one) if isinstance(one, str) else Prompt(one) for one in prompts]
 
 
 def _check_reasoning(body: CompletionRequest) -> None:

@@ -40,7 +40,8 @@ class Gathered:
     @property
     def likelihood(self) -> float:
         """Mean log-probability of the generated tokens."""
-        found = [e.logprob.logprob for e in self.entries[-len(self.token_ids) :] if e.logprob is not None]
+        generated = self.entries[len(self.entries) - len(self.token_ids) :]
+        found = [entry.logprob.logprob for entry in generated if entry.logprob is not None]
         return sum(found) / len(found) if found else float("-inf")
 
     def reply(

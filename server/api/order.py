@@ -257,7 +257,8 @@ class _Builder:
 
     def _sampling(self, max_tokens: int) -> SamplingParams:
         body, vocab_size = self._body, self._codec.vocab_size
-        top_k = int(self._choose("top_k", 0))
+        # JSON integers have no bound; floats have.
+        top_k = body.top_k if body.top_k is not None else int(self._choose("top_k", 0))
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=self._choose("temperature", 1.0),

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from io import BytesIO
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import ClientSession, web
@@ -128,6 +128,7 @@ class FakeEngine:
         per_delta: int = 1,
         pace: float = 0.0,
         fail_after: int | Callable[[EngineRequest], int | None] | None = None,
+        fault: Literal["step", "constraint"] = "step",
         max_running: int = 1000,
         max_waiting: int = 1000,
         model: str = MODEL,
@@ -135,6 +136,7 @@ class FakeEngine:
         self.config = EngineConfig(max_waiting=max_waiting)
         self.reply = (lambda request: text_ids(reply)) if isinstance(reply, str) else reply
         self.per_delta, self.pace, self.fail_after = per_delta, pace, fail_after
+        self.fault: Literal["step", "constraint"] = fault
         self.max_running = max_running
         self.info = EngineInfo(
             model=model,
@@ -300,6 +302,7 @@ class FakeEngine:
             finish_reason=reason,
             receipt=stream.receipt if first or reason is not None else None,
             error=error,
+            fault=self.fault,
             prompt_logprobs=scored,
         )
 

@@ -62,7 +62,7 @@ def failures():
         (Overloaded("no"), 503, ("service_unavailable_error", "server_is_overloaded"), wait),
         (EngineUnavailable("no"), 503, ("service_unavailable_error", "not_ready"), wait),
         (ApiError(503, "no", kind="server_error"), 503, ("server_error", None), wait),
-        (ConstraintFailed("no"), 500, ("server_error", "constraint_failed"), {}),
+        (ConstraintFailed("no"), 400, ("invalid_request_error", "constraint_failed"), {}),
         (StepFailed("no"), 500, ("server_error", "step_failed"), {}),
         (KeyError("secret"), 500, ("server_error", "internal_error"), {}),
     ]
@@ -212,7 +212,7 @@ def test_a_stream_that_breaks_is_told_of_in_anthropics_words():
     for exc, word in [
         (EngineUnavailable("stopped"), "overloaded_error"),
         (StepFailed("boom"), "api_error"),
-        (ConstraintFailed("lost"), "api_error"),
+        (ConstraintFailed("lost"), "invalid_request_error"),
         (ValueError("secret"), "api_error"),
         (RequestError("no"), "invalid_request_error"),
     ]:

@@ -443,3 +443,20 @@ async def test_the_kept_turns_begin_with_a_question() -> None:
         await client.post(CHAT, body)
         text = byte_codec().decode(client.engine.submitted[-1].prompt, skip_special=False)
         assert text.startswith("<|im_start|>user\nuser1")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_grows_too_complex_is_the_requests_fault(stream: bool) -> None:
+    """O066: told as a 400, or as an error event once the stream has begun; the next request is served."""
+    async with running(FakeEngine("abc", fail_after=1, fault="constraint")) as client:
+        body = chat_body(response_format={"type": "grammar", "grammar": 'root ::= "a"+'})
+        if stream:
+            events, _ = await client.stream(CHAT, body)
+            error = events[-1]["error"]
+        else:
+            status, reply, _ = await client.post(CHAT, body)
+            assert status == 400
+            error = reply["error"]
+        assert (error["code"], error["type"]) == ("constraint_failed", "invalid_request_error")
+        client.engine.fail_after = None
+        assert (await client.chat())["choices"][0]["message"]["content"] == "abc"

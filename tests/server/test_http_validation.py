@@ -9,7 +9,7 @@ import re
 import pytest
 
 from server.config import ServerConfig
-from tests.server.fakes import MODEL, VOCAB, FakeEngine, chat_body, running
+from tests.server.fakes import MODEL, VOCAB, FakeEngine, byte_codec, chat_body, running
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 
@@ -451,3 +451,60 @@ async def test_what_holds_tensors_is_unknown_and_is_never_read():
         for path in PATHS:
             error = await refused(client, path, body_for(path, prompt_embeds="gASVCwAAAA=="))
             assert error["param"] == "prompt_embeds"
+
+
+async def test_integers_have_no_bound_in_json():
+    """O074: one beyond every float is still a number, or is refused."""
+    huge = 10**400
+    async with running(FakeEngine()) as client:
+        for path in PATHS:
+            for name in ("top_k", "max_tokens", "prompt_cache_max_len", "min_tokens", "echo_last"):
+                status, body, _ = await client.post(path, dumped(body_for(path, **{name: huge})))
+                assert status == 200, (name, body)
+            for name in ("seed", "n", "top_logprobs"):
+                assert (await refused(client, path, dumped(body_for(path, **{name: huge}))))["param"] == name
+
+
+def dumped(body):
+    return json.dumps(body).encode()
+
+
+async def test_all_text_of_a_chat_counts_before_any_of_it_is_tokenized(monkeypatch):
+    """O036: calls and tools are as long as their text, like what users write."""
+    codec, big = byte_codec(), "x" * 500_000
+    call = {"type": "function", "function": {"name": "f", "arguments": f'{{"a": "{big}"}}'}}
+    tool = {"type": "function", "function": {"name": "f", "description": big}}
+    question = {"role": "user", "content": "a"}
+    bodies = [
+        {"messages": [question], "tools": [tool]},
+        {"messages": [question, {"role": "assistant", "tool_calls": [call]}]},
+        {"messages": [{**question, "name": big}]},
+        {"messages": [{"role": "assistant", "content": "a", "reasoning_content": big}]},
+    ]
+    asked = []
+    encode = codec.encode_chat
+    monkeypatch.setattr(codec, "encode_chat", lambda *a, **k: asked.append(1) or encode(*a, **k))
+    async with running(FakeEngine(), codec=codec) as client:
+        for body in bodies:
+            for limit in ({}, {"prompt_truncate_len": 100}):
+                error = await refused(client, PATHS[1], {"model": MODEL, **body, **limit})
+                assert error["code"] == "context_length_exceeded"
+        assert asked == []
+
+
+async def test_dropped_turns_are_not_tokenized_first(monkeypatch):
+    """O036: how much must go at least is known from the text's size."""
+    codec, sizes = byte_codec(), []
+    encode = codec.encode_chat
+    monkeypatch.setattr(
+        codec, "encode_chat", lambda turns, **k: sizes.append(len(turns)) or encode(turns, **k)
+    )
+    turns = [{"role": "user", "content": "x" * 1000} for _ in range(500)] + [
+        {"role": "user", "content": "end"}
+    ]
+    async with running(FakeEngine(), codec=codec) as client:
+        body = {"model": MODEL, "messages": turns, "prompt_truncate_len": 60}
+        status, reply, _ = await client.post(PATHS[1], body)
+        assert status == 200, reply
+        assert reply["usage"]["prompt_tokens"] <= 60
+    assert max(sizes) < 20

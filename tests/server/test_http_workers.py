@@ -1,6 +1,7 @@
 """What runs where: nothing in a request keeps the event loop from its other clients.
 
-What is long runs in the threads "text" (requests) and "replies" (replies), what is short right on the loop.
+What is long runs in the threads "text" (requests), "replies" (replies) and "grammars", what is short right on
+the loop.
 Threads are watched, never the clock.
 """
 
@@ -34,9 +35,9 @@ from server.schema.responses import (
     TokenLogprobs,
     TopLogprob,
 )
-from tests.server.fakes import CHATML, MODEL, FakeEngine, byte_codec, chat_body, running, text_ids
+from tests.server.fakes import CHATML, MODEL, FakeEngine, byte_codec, chat_body, running, text_ids, until
 
-LOOP, TEXT, REPLIES = "loop", "text", "replies"
+LOOP, TEXT, REPLIES, GRAMMARS = "loop", "text", "replies", "grammars"
 # Small thresholds, so that the tests' long requests are short.
 CONFIG = ServerConfig(long_body_kb=1, long_prompt_bytes=300, long_reply_tokens=8)
 TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
@@ -128,9 +129,36 @@ async def test_schemas_and_tools_are_worked_on_in_a_worker_however_short_the_req
         await client.chat("a", tools=[tool])
         assert watch.take() == {"encode_chat": {TEXT}}
         await client.chat("a", response_format={"type": "json_object"})
-        assert watch.take() == {"compile": {TEXT}, "encode_chat": {TEXT}}
+        assert watch.take() == {"compile": {GRAMMARS}, "encode_chat": {TEXT}}
         await client.chat("a", tools=[tool], tool_choice="required", max_tokens=1)
-        assert watch.take() == {"compile": {TEXT}, "encode_chat": {TEXT}}
+        assert watch.take() == {"compile": {GRAMMARS}, "encode_chat": {TEXT}}
+        await client.chat("a", response_format={"type": "json_object"})
+        assert watch.take() == {"encode_chat": {TEXT}}, "what is compiled waits for no other"
+
+
+async def test_grammars_wait_for_each_other_and_nobody_else_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O066: a prompt is rendered while grammars are compiled; one too many is told to come later."""
+    codec, gate = byte_codec(), threading.Event()
+    compile, find, asked = codec.grammars.compile, codec.grammars.find, []
+    monkeypatch.setattr(codec.grammars, "compile", lambda *a, **k: gate.wait(20) and compile(*a, **k))
+    monkeypatch.setattr(codec.grammars, "find", lambda *a, **k: asked.append(1) or find(*a, **k))
+    config = ServerConfig(max_compiling=2, long_prompt_bytes=10)
+    async with running(FakeEngine("1"), config, codec) as client:
+
+        def ask(number: int) -> asyncio.Task[Any]:
+            form = {"type": "json_schema", "schema": {"const": number}}
+            path, body = "/v1/chat/completions", chat_body(response_format=form)
+            return asyncio.create_task(client.post(path, body))
+
+        waiting = [ask(1), ask(2)]
+        await until(lambda: len(asked) == 2)
+        status, reply, headers = await ask(3)
+        assert (status, reply["error"]["code"]) == (503, "server_is_overloaded")
+        assert "Retry-After" in headers
+        assert (await client.chat("a long one " * 10))["choices"]
+        gate.set()
+        assert [(await one)[0] for one in waiting] == [200, 200]
+        assert (await ask(3))[0] == 200
 
 
 async def test_many_choices_are_set_up_in_a_worker(watch: Watch) -> None:

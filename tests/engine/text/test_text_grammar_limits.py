@@ -98,7 +98,13 @@ def test_a_keyword_that_can_not_be_enforced_is_refused_by_name(
         ({"type": "string", "pattern": r"^a\x7Fb$"}, "U+007F"),
         ('{"const": "\\ud800"}', "half of a surrogate pair"),
         ('{"maximum": 1e999}', "not valid JSON"),
-        ({"const": "\x01"}, "no text satisfies it"),
+        ({"const": "\x01"}, "U+0001 at $.const, which can't be enforced"),
+        ({"enum": [1, "a\x00b"]}, "U+0000 at $.enum, which can't be enforced"),
+        ({"properties": {"p": {"const": {"k": ["\x1f"]}}}}, "U+001F at $.properties.p.const.k"),
+        ({"type": "string", "pattern": r"^\x00$"}, "Regex is empty"),
+        ({"type": "string", "pattern": '(?x)^[^#"]$'}, "has the flags 'x' at $, which can't be enforced"),
+        ({"properties": {"\0": {}}, "patternProperties": {'^[^"]$': {}}}, "names U+0000 beside"),
+        ({"$ref": "#/const", "const": {"type": "null"}}, "'#/const' at $, which can't be enforced"),
         ("[1]", "must be a JSON object"),
         ("{", "not valid JSON"),
         ('{"minimum": NaN}', "not valid JSON"),
@@ -114,6 +120,28 @@ def test_a_schema_that_is_wrong_or_impossible_is_refused_in_words(
     assert "%json" not in refusal
     assert "whitespace" not in refusal
     assert len(refusal) < 400
+
+
+@pytest.mark.parametrize("keyword", ["enum", "const", "minimum", "maximum", "exclusiveMinimum", "multipleOf"])
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**63), 10**30, 1e30, 123456789012345.67])
+def test_a_number_that_would_become_another_one_is_refused(
+    strict: Callable[[Any], str], keyword: str, number: float
+) -> None:
+    """The matcher's numbers are floats, read with less care than they need."""
+    refusal = strict({"items": {keyword: [number] if keyword == "enum" else number}})
+    assert f"the number {number} at $.items.{keyword}, which can't be enforced" in refusal
+    assert strict({"properties": {keyword: {"default": number}}}) == ""
+    if keyword in ("enum", "const"):
+        inside = strict({keyword: [{"a": number}]})
+        assert f"the number {number} at $.{keyword}[0], which can't be enforced" in inside
+
+
+def test_what_only_a_reference_reaches_is_checked_too(strict: Callable[[Any], str]) -> None:
+    """O067: a path may lead to schemas that stand where nothing else looks for them."""
+    hidden = {"components": {"a b": [{"type": "object", "minProperties": 2}]}}
+    assert "minProperties 2 at $.items.$ref" in strict({"items": {"$ref": "#/components/a%20b/0"}, **hidden})
+    assert "minProperties" in strict({"$ref": "#/x", "x": {"$ref": "#/components/a b/0"}, **hidden})
+    assert strict({"$ref": "#/x", "x": {"type": "integer"}}) == ""
 
 
 def test_keywords_that_assert_nothing_are_taken(codec: TextCodec, strict: Callable[[Any], str]) -> None:

@@ -23,7 +23,11 @@ types of the `openai`, `fireworks-ai` and `anthropic` packages.
 Each field either works, is accepted and ignored, or is refused with 400 in words, but for the values that ask
 for nothing: null always, and those that the note names. A field that no table lists is refused, too: `Extra
 inputs are not permitted, field: ...`. Everything under `/v1` is also served under `/inference/v1`. Types and
-ranges stand in the OpenAPI document, which a running server shows at `/docs` and `/openapi.json`."""
+ranges stand in the OpenAPI document, which a running server shows at `/docs` and `/openapi.json`.
+
+A body may hold at most 1,000,000 values, 100,000 lists and objects and 100,000 keys in one object, and be as
+large as `HEADWATER_MAX_BODY_MB` says. What else is bounded by a setting stands in [settings.md](settings.md):
+choices, prompts, log-probabilities, stop strings, keys, and grammars that wait to be compiled."""
 
 
 # What a router would go by.

@@ -101,7 +101,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_compiling: Annotated[
         int,
         Meta(ge=1, le=65536, description="Grammars that may wait to be compiled; more get a 503"),
-    ] = 16
+    ] = 64
     long_body_kb: Annotated[
         int, Meta(ge=0, le=65536, description="kB above which a body is decoded in a worker thread")
     ] = 64

@@ -19,17 +19,21 @@ def still_parked(seq: Sequence) -> bool:
     return False
 
 
-def coming(seq: Sequence, running: Iterable[Sequence]) -> int:
-    """Tokens of the prompt of `seq`, from its first, that a running sequence has stored or is about to."""
+def coming(seq: Sequence, stored: int, running: Iterable[Sequence]) -> int:
+    """Tokens of the prompt of `seq` that are `stored`, or that a running sequence is about to store."""
     prompt = seq.request.prompt
-    return max(
-        (
-            common_prefix(owner.tokens, prompt, 0, min(len(prompt), owner.target))
-            for owner in running
-            if owner.prefilling and owner.namespace == seq.namespace
-        ),
-        default=0,
-    )
+    if stored == len(prompt):
+        return stored
+    shared = [
+        common_prefix(owner.tokens, prompt, 0, min(len(prompt), owner.target))
+        for owner in running
+        # Whole prompts are compared only where the next token says that there may be more.
+        if owner.prefilling
+        and owner.namespace == seq.namespace
+        and stored < owner.target
+        and owner.tokens[stored] == prompt[stored]
+    ]
+    return max([stored, *shared])
 
 
 def find_owner(seq: Sequence, matched: int, running: Iterable[Sequence]) -> tuple[Sequence, int] | None:

@@ -279,7 +279,7 @@ class Scheduler:
         if seq.receipt is None:
             stored = self.tree.match(seq.namespace, seq.request.prompt, seq.prompt_len).length
             # One that may not wait for others computes what they do, but stores nothing new by that.
-            stored = max(stored, coming(seq, self._running))
+            stored = coming(seq, stored, self._running)
             seq.receipt = CacheReceipt(seq.prompt_len, match.length, seq.prompt_len - stored)
             self.counters.admitted(seq.receipt)
         if (attached := self.tables.attach(seq, match)) is not None:

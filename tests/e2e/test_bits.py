@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from check_bits import VARIANTS, Lab, make_cases, tree
+from check_bits import VARIANTS, make_cases, tree
+from check_bits_lab import Lab
 
 from engine.config import EngineConfig
 from engine.models.linear import native_bf16

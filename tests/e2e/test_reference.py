@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from check_bits import Case, Session
+from check_bits_lab import Case, Session
 
 from engine.config import EngineConfig
 from engine.runner import Runner

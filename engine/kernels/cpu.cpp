@@ -196,7 +196,7 @@ int headwater_logits(const Model* model, int threads, int bytes, int64_t n, cons
       using T = decltype(kind);
       T* normed = static_cast<T*>(x);
       const int size = model->hidden;
-      Phases phases(2);
+      Phases phases(2, threads);
 #pragma omp parallel num_threads(threads)
       {
         Member team(phases);
@@ -215,7 +215,7 @@ int headwater_linear(const Linear* linear, int threads, int bytes, int64_t rows,
   return with_memory([&] {
     typed(bytes, [&](auto kind) {
       using T = decltype(kind);
-      Phases phases(1);
+      Phases phases(1, threads);
 #pragma omp parallel num_threads(threads)
       {
         Member team(phases);

@@ -45,7 +45,7 @@ struct Step {
 
   // Room for a region of `count` phases, cleared.
   Phases& start(int count) {
-    if (!phases || phases->most() < count) phases.reset(new Phases(count));
+    if (!phases || phases->most() < count) phases.reset(new Phases(count, threads));
     phases->clear();
     return *phases;
   }
@@ -127,7 +127,7 @@ inline void run_layers(Member& team, const Model& model, Step& step, float* hidd
     const Layer& layer = model.layer[index];
     const Pages<T> kv(step.pool, index);
     norm(layer.attention_norm);
-    multiply<T, false>(team, layer.qkv, x, rows, step.qkv.data(), fused);
+    multiply<T, false>(team, layer.qkv, x, rows, step.qkv.data(), fused, first_panel<T>(team, layer.out, rows));
     clock.mark(kLinear);
     team.each_range(rows, [&](int row, int end) {
       for (; row < end; ++row) place_row(model, layer, step, kv, row, &step.qkv[row * fused], q);
@@ -135,11 +135,12 @@ inline void run_layers(Member& team, const Model& model, Step& step, float* hidd
     clock.mark(kRotate);
     attend_all(team, step.pool, index, step.work, q, scratch, attended);
     clock.mark(kAttend);
-    multiply<T, true>(team, layer.out, attended, rows, hidden, size);
+    multiply<T, true>(team, layer.out, attended, rows, hidden, size, first_panel<T>(team, layer.gate, rows));
     clock.mark(kLinear);
     norm(layer.mlp_norm);
-    multiply_gated(team, layer.gate, layer.up, x, rows, wide);
-    multiply<T, true>(team, layer.down, wide, rows, hidden, size);
+    multiply_gated(team, layer.gate, layer.up, x, rows, wide, first_panel<T>(team, layer.down, rows));
+    const Span then = index + 1 < model.layers ? first_panel<T>(team, model.layer[index + 1].qkv, rows) : Span();
+    multiply<T, true>(team, layer.down, wide, rows, hidden, size, then);
     clock.mark(kLinear);
   }
 }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <memory>
 
 namespace headwater {
@@ -15,47 +16,56 @@ namespace headwater {
 // costs a step what it takes, and not a time slice at each of hundreds of barriers.
 class Phases {
  public:
-  explicit Phases(int most) : slots_(new Slot[most]), most_(most) {}
+  // At most `most` phases of at most `threads` threads.
+  Phases(int most, int threads)
+      : slots_(new Slot[most]), claimed_(new std::atomic<int>[static_cast<size_t>(most) * threads]{}), most_(most),
+        threads_(threads) {}
 
   // Forget what is past; before a region, by one thread.
   void clear() {
-    for (int i = 0; i < most_; ++i) slots_[i].claimed.store(0, std::memory_order_relaxed), slots_[i].done.store(0);
+    for (int i = 0; i < most_; ++i) slots_[i].done.store(0, std::memory_order_relaxed);
+    for (int64_t i = 0; i < static_cast<int64_t>(most_) * threads_; ++i) claimed_[i].store(0, std::memory_order_relaxed);
   }
   int most() const { return most_; }
 
  private:
   friend class Member;
   struct alignas(64) Slot {
-    std::atomic<int> claimed{0};
     std::atomic<int> done{0};
   };
   std::unique_ptr<Slot[]> slots_;
-  int most_;
+  std::unique_ptr<std::atomic<int>[]> claimed_;  // [most, threads]: a counter for each run of items
+  int most_, threads_;
 };
 
 // One thread of a region. All members call the same phases in the same order.
 class Member {
  public:
-  explicit Member(Phases& phases) : phases_(phases), threads_(omp_get_num_threads()) {}
+  explicit Member(Phases& phases)
+      : phases_(phases), threads_(omp_get_num_threads()), number_(omp_get_thread_num()) {}
 
   int threads() const { return threads_; }
 
   // do_item(i) for each i below count, by whoever is free; returns when all are done.
   template <class Item>
   void each(int count, Item do_item) {
-    Phases::Slot& slot = phases_.slots_[next_++];
-    for (int i; (i = slot.claimed.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      do_item(i);
-      if (slot.done.fetch_add(1, std::memory_order_acq_rel) + 1 == count) slot.done.notify_all();
-    }
-    int done;
-    for (int spins = 0; (done = slot.done.load(std::memory_order_acquire)) < count; ++spins) {
-      if (spins < kSpins)
-        _mm_pause();
-      else
-        slot.done.wait(done, std::memory_order_acquire);  // sleep: the one waited for may need this core
-    }
+    take(0, 0, count, count, [&](int i, bool) { do_item(i); });
+    wait(count);
   }
+
+  // The same in runs: each thread begins with one of its own, and helps others when that is done. So it most likely
+  // goes on with the next item: do_item(i, last) says whether there is none in the run.
+  template <class Item>
+  void each_run(int count, Item do_item) {
+    for (int i = 0; i < threads_; ++i) {
+      const int run = (number_ + i) % threads_;
+      take(run, run_start(count, run), run_start(count, run + 1), count, do_item);
+    }
+    wait(count);
+  }
+
+  // Where this thread's run of `count` items begins.
+  int run_start(int count) const { return run_start(count, number_); }
 
   // do_range(first, end) for pieces of [0, count), enough of them to keep all threads busy.
   template <class Range>
@@ -68,10 +78,35 @@ class Member {
   }
 
  private:
+  int run_start(int count, int run) const { return static_cast<int>(static_cast<int64_t>(count) * run / threads_); }
+
+  // Do what is left of items [first, end) of a phase of `count`, which share a counter.
+  template <class Item>
+  void take(int counter, int first, int end, int count, Item do_item) {
+    std::atomic<int>& claimed = phases_.claimed_[static_cast<size_t>(next_) * phases_.threads_ + counter];
+    std::atomic<int>& done = phases_.slots_[next_].done;
+    for (int i; (i = first + claimed.fetch_add(1, std::memory_order_relaxed)) < end;) {
+      do_item(i, i + 1 == end);
+      if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == count) done.notify_all();
+    }
+  }
+
+  // End the phase.
+  void wait(int count) {
+    const std::atomic<int>& done = phases_.slots_[next_++].done;
+    int seen;
+    for (int spins = 0; (seen = done.load(std::memory_order_acquire)) < count; ++spins) {
+      if (spins < kSpins)
+        _mm_pause();
+      else
+        done.wait(seen, std::memory_order_acquire);  // sleep: the one waited for may need this core
+    }
+  }
+
   // About 50 us: longer than any phase of a small step is out of balance.
   static constexpr int kSpins = 2000;
   Phases& phases_;
-  const int threads_;
+  const int threads_, number_;
   int next_ = 0;
 };
 

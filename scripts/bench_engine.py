@@ -90,15 +90,19 @@ class Decoding:
         self._rows = len(prompts)
         self.scheduler = make_scheduler(runner, cascade, max(1, len(prompts)))
         self.scheduler.pool.take(skip)
-        params = SamplingParams(max_tokens=tokens + 1, temperature=0.0, ignore_eos=True)
+        # Some may begin a few steps before the last does.
+        most = tokens + 1 + len(prompts)
+        params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
         for prompt in prompts:
             request = EngineRequest(request_id="bench", prompt=tuple(prompt), params=params)
             self.scheduler.submit(request, "bench", 0)
-        while self.scheduler.waiting or self._prefilling():
+        decoding: set[int] = set()
+        while len(decoding) < len(prompts):
             plan = self.scheduler.plan()
             if plan is None:
                 raise RuntimeError("the bench's sequences do not fit the KV memory")
             self.scheduler.commit(plan, _made_up(plan))
+            decoding.update(plan.sequence_ids[index] for index in plan.sample_sequences)
         self.scheduler.take_events()
 
     def step(self) -> StepTime:
@@ -119,12 +123,8 @@ class Decoding:
         self.scheduler.take_events()
         return StepTime(planned - began, ran - planned, time.perf_counter() - ran), plan
 
-    def _prefilling(self) -> bool:
-        """Whether some sequence has no token of its own yet."""
-        return self.scheduler.counters.generated_tokens < self.scheduler.running
 
-
-def make_scheduler(runner: Runner, cascade: CascadeMode, running: int, rows: int = 1 << 16) -> Scheduler:
+def make_scheduler(runner: Runner, cascade: CascadeMode, running: int, rows: int = 1 << 20) -> Scheduler:
     """A scheduler with an empty cache over all of the runner's pages. Steps are bounded by rows alone."""
     info = runner.info
     shape = runner_shape(runner)

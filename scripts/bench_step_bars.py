@@ -14,6 +14,7 @@ from bench_machine import Reader, rate_meter
 from bench_step_parts import WARM, random_prompts
 from bench_tools import Bar, alternate, at_least, at_most, ratio_interval, seconds
 
+from engine.engine import SWITCH_INTERVAL
 from engine.models.config import ModelConfig
 from engine.models.linear import make_linear
 from engine.runner import Runner
@@ -21,8 +22,6 @@ from engine.types import EngineRequest, SamplingParams
 
 CONTEXT = 128
 PREFILL = 4000
-# As the server sets it: how long a thread may keep others waiting for the interpreter.
-SWITCH_SECONDS = 5e-4
 # Steps, and native calls, of one measurement beside an idle or a busy loop.
 BURST = 5
 # Sizes of the native call: [rows, 2048] by [2048, columns], at most 268 MB of bf16.
@@ -76,7 +75,7 @@ def decode_bars(runner: Runner, rounds: int) -> list[Bar]:
 def busy_bars(runner: Runner, rounds: int) -> list[Bar]:
     """How much a thread of pure Python slows a step, against one native call that takes as long."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
+    sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         return [_busy_bar(runner, rows, rounds) for rows in (1, 16)]
     finally:

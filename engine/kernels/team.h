@@ -17,25 +17,30 @@ namespace headwater {
 class Phases {
  public:
   // At most `most` phases of at most `threads` threads.
-  Phases(int most, int threads)
-      : slots_(new Slot[most]), claimed_(new std::atomic<int>[static_cast<size_t>(most) * threads]{}), most_(most),
-        threads_(threads) {}
+  Phases(int most, int threads) : most_(most), lines_(threads / kCounters + 1), counters_(new Line[size()]) {}
 
   // Forget what is past; before a region, by one thread.
   void clear() {
-    for (int i = 0; i < most_; ++i) slots_[i].done.store(0, std::memory_order_relaxed);
-    for (int64_t i = 0; i < static_cast<int64_t>(most_) * threads_; ++i) claimed_[i].store(0, std::memory_order_relaxed);
+    for (size_t i = 0; i < size(); ++i)
+      for (std::atomic<int>& counter : counters_[i].of) counter.store(0, std::memory_order_relaxed);
   }
   int most() const { return most_; }
 
  private:
   friend class Member;
-  struct alignas(64) Slot {
-    std::atomic<int> done{0};
+  static constexpr int kCounters = 16;
+  struct alignas(64) Line {
+    std::atomic<int> of[kCounters]{};
   };
-  std::unique_ptr<Slot[]> slots_;
-  std::unique_ptr<std::atomic<int>[]> claimed_;  // [most, threads]: a counter for each run of items
-  int most_, threads_;
+
+  size_t size() const { return static_cast<size_t>(most_) * lines_; }
+  // Counter 0 of a phase: its items that are done. Counter 1 + r: how many of run r have been claimed.
+  std::atomic<int>& counter(int phase, int number) {
+    return counters_[static_cast<size_t>(phase) * lines_ + number / kCounters].of[number % kCounters];
+  }
+
+  const int most_, lines_;
+  std::unique_ptr<Line[]> counters_;
 };
 
 // One thread of a region. All members call the same phases in the same order.
@@ -80,11 +85,10 @@ class Member {
  private:
   int run_start(int count, int run) const { return static_cast<int>(static_cast<int64_t>(count) * run / threads_); }
 
-  // Do what is left of items [first, end) of a phase of `count`, which share a counter.
+  // Do what is left of a run: items [first, end) of a phase of `count`.
   template <class Item>
-  void take(int counter, int first, int end, int count, Item do_item) {
-    std::atomic<int>& claimed = phases_.claimed_[static_cast<size_t>(next_) * phases_.threads_ + counter];
-    std::atomic<int>& done = phases_.slots_[next_].done;
+  void take(int run, int first, int end, int count, Item do_item) {
+    std::atomic<int> &claimed = phases_.counter(next_, 1 + run), &done = phases_.counter(next_, 0);
     for (int i; (i = first + claimed.fetch_add(1, std::memory_order_relaxed)) < end;) {
       do_item(i, i + 1 == end);
       if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == count) done.notify_all();
@@ -93,7 +97,7 @@ class Member {
 
   // End the phase.
   void wait(int count) {
-    const std::atomic<int>& done = phases_.slots_[next_++].done;
+    const std::atomic<int>& done = phases_.counter(next_++, 0);
     int seen;
     for (int spins = 0; (seen = done.load(std::memory_order_acquire)) < count; ++spins) {
       if (spins < kSpins)

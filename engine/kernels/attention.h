@@ -89,8 +89,8 @@ struct Work {
   std::vector<float> values, weights;
 };
 
-// What one thread needs. `vectors` holds where each vector of a tile's keys begins; the values of the same
-// tokens begin one page's keys later.
+// What one thread needs. `vectors` holds where each vector of the keys of a tile, and of the next one, begins; the
+// values of the same tokens begin one page's keys later.
 struct Scratch {
   std::vector<float> scores, sums, tile_sums, peaks, totals;
   std::vector<uint8_t> probabilities;
@@ -104,7 +104,7 @@ struct Scratch {
     probabilities.resize(static_cast<size_t>(kBlockRows) * row(pool) * element);
     sums.resize(static_cast<size_t>(kBlockRows) * pool.head_dim);
     tile_sums.resize(sums.size());
-    vectors.resize(pool.tile / kLanes);
+    vectors.resize(2 * pool.tile / kLanes);
     peaks.resize(kBlockRows);
     totals.resize(kBlockRows);
   }
@@ -139,14 +139,52 @@ inline void each_span(int count, Call call) {
   for (; n < count; ++n) call(std::integral_constant<int, 1>{}, n);
 }
 
-// Scores of `rows` packed query rows [rows, head_dim] with `vecs` vectors of keys.
+// A source for score(): the values of the keys that it reads, `offset` bytes behind them.
 template <class T>
-inline void score(const T* const* keys, int vecs, const T* q, int rows, int head_dim, float* out, int64_t ldo) {
+struct Values {
+  int64_t offset;
+  int head_dim;
+  int lines = 0;  // of each vector, a time
+
+  int64_t all() const { return static_cast<int64_t>(kLanes) * head_dim * sizeof(T) / kLine; }
+  Values part(int i, int n) const {
+    const int64_t first = all() * i / n, count = all() * (i + 1) / n - first;
+    const int groups = head_dim / Element<T>::kPair / kGroup;
+    return {offset + first * kLine, head_dim, static_cast<int>((count + groups - 1) / groups)};
+  }
+  void fetch(int, int, const T* const* keys, int n) {
+    for (int i = 0; i < lines; ++i, offset += kLine)
+      for (int v = 0; v < n; ++v) _mm_prefetch(reinterpret_cast<const char*>(keys[v]) + offset, _MM_HINT_T1);
+  }
+};
+
+// A source for weigh(), a run of which is a vector of tokens: the same vector of keys of the next tile.
+template <class T>
+struct NextKeys {
+  const T* const* keys;
+  int vecs, head_dim;
+  int64_t first = 0, lines = 0;  // of each vector
+
+  NextKeys part(int i, int n) const {
+    const int64_t all = static_cast<int64_t>(kLanes) * head_dim * sizeof(T) / kLine, from = all * i / n;
+    return {keys, vecs, head_dim, from, all * (i + 1) / n - from};
+  }
+  void fetch(int run, int step, const T* const*, int) {
+    if (step || run >= vecs) return;
+    const char* at = reinterpret_cast<const char*>(keys[run]) + first * kLine;
+    for (int i = 0; i < lines; ++i) _mm_prefetch(at + i * kLine, _MM_HINT_T1);
+  }
+};
+
+// Scores of `rows` packed query rows [rows, head_dim] with `vecs` vectors of keys.
+template <class T, class Source>
+inline void score(const T* const* keys, int vecs, const T* q, int rows, int head_dim, float* out, int64_t ldo,
+                  Source source) {
   constexpr int kPair = Element<T>::kPair;
   each_span(vecs, [&](auto width, int first) {
     const auto columns = [&](int, int n) { return keys[first + n]; };
     dot_all<T, kScoreRows, decltype(width)::value>(rows, q, head_dim, 1, head_dim / kPair, columns, kLanes * kPair,
-                                                   out + first * kLanes, ldo);
+                                                   out + first * kLanes, ldo, source);
   });
 }
 
@@ -173,14 +211,14 @@ inline void soften(const float* scores, int vecs, int visible, float scale2, T* 
 }
 
 // Values of `vecs` vectors of tokens, `offset` behind their keys, weighted by p [rows, ldp]: out [rows, head_dim].
-template <class T>
+template <class T, class Source>
 inline void weigh(const T* const* keys, int64_t offset, int vecs, const T* p, int64_t ldp, int rows, int head_dim,
-                  float* out) {
+                  float* out, Source source) {
   constexpr int kPair = Element<T>::kPair;
   each_span(head_dim / kLanes, [&](auto width, int first) {
     const auto columns = [&](int v, int n) { return keys[v] + offset + (first + n) * kLanes * kPair; };
     dot_all<T, kScoreRows, decltype(width)::value>(rows, p, ldp, vecs, kLanes / kPair, columns, head_dim * kPair,
-                                                   out + first * kLanes, head_dim);
+                                                   out + first * kLanes, head_dim, source);
   });
 }
 
@@ -202,19 +240,28 @@ inline void attend_item(const KvPool& pool, const Pages<T>& kv, Work& work, cons
       scratch.peaks[j] = work.weights[state(j) * 2];
       scratch.totals[j] = work.weights[state(j) * 2 + 1];
     }
-  for (int t = 0; t < item.tiles; ++t) {
+  // Fill in where the vectors of a tile's keys begin; returns how many there are.
+  const auto place = [&](int t, const T** keys) {
     const bool causal = item.causal && t == item.tiles - 1;
-    const int64_t* pages = item.pages + static_cast<int64_t>(t) * per_tile;
     const int seen = causal ? work.positions[item.row + item.rows - 1] % pool.tile + 1 : pool.tile;
     const int vecs = (seen + kLanes - 1) / kLanes;
-    const T** keys = reinterpret_cast<const T**>(scratch.vectors.data());
+    const int64_t* pages = item.pages + static_cast<int64_t>(t) * per_tile;
     for (int v = 0; v < vecs; ++v)
       keys[v] = kv.keys(pages[v / per_page], item.kv_head) + v % per_page * kLanes * dim;
-    // Many rows are bound by arithmetic: the values come while scores are computed. With few rows, memory is the
-    // limit already, and what the hardware fetches by itself comes sooner.
+    return vecs;
+  };
+  const T** keys = reinterpret_cast<const T**>(scratch.vectors.data());
+  const T** next = keys + pool.tile / kLanes;
+  int vecs = place(0, keys);
+  for (int t = 0; t < item.tiles; ++t) {
+    const bool causal = item.causal && t == item.tiles - 1;
+    // Many rows are bound by arithmetic: what comes next is fetched meanwhile. With few rows memory is the limit
+    // already, and what the hardware fetches by itself comes sooner.
     if (packed >= kManyRows)
-      for (int v = 0; v < vecs; ++v) fetch(keys[v] + kv.size, static_cast<int64_t>(kLanes) * dim);
-    score(keys, vecs, queries, packed, dim, scratch.scores.data(), ld);
+      score(keys, vecs, queries, packed, dim, scratch.scores.data(), ld,
+            Values<T>{kv.size * static_cast<int64_t>(sizeof(T)), dim});
+    else
+      score(keys, vecs, queries, packed, dim, scratch.scores.data(), ld, Nothing());
     const bool first = t == 0 && !item.carried;
     float peaks[kBlockRows], totals[kBlockRows];
     for (int j = 0; j < packed; ++j) {
@@ -224,10 +271,15 @@ inline void attend_item(const KvPool& pool, const Pages<T>& kv, Work& work, cons
              first ? scratch.totals[j] : totals[j]);
     }
     float* sums = first ? scratch.sums.data() : scratch.tile_sums.data();
-    weigh(keys, kv.size, vecs, p, ld, packed, dim, sums);
+    const int coming = t + 1 < item.tiles ? place(t + 1, next) : 0;
+    if (packed >= kManyRows)
+      weigh(keys, kv.size, vecs, p, ld, packed, dim, sums, NextKeys<T>{next, coming, dim});
+    else
+      weigh(keys, kv.size, vecs, p, ld, packed, dim, sums, Nothing());
     if (!first)
       for (int j = 0; j < packed; ++j)
         fold(&scratch.sums[j * dim], scratch.peaks[j], scratch.totals[j], sums + j * dim, peaks[j], totals[j], dim);
+    std::swap(keys, next), vecs = coming;
   }
   for (int j = 0; j < packed; ++j) {
     if (item.final) {

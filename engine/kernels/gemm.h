@@ -7,24 +7,35 @@
 
 namespace headwater {
 
-// Memory that is read next, fetched into the second-level cache while a product computes: `lines` cache lines for
-// every kGroup steps of it. All lines at once would hold up the product's own reads.
+// What is read next is fetched into the second-level cache while a product computes, a few cache lines every kGroup
+// steps: all lines at once would hold up the product's own reads. A source says which lines: fetch(run, step, at, n) is
+// called at a step of a run, whose n vectors begin at `at`; part(i, n) is what to fetch beside block i of n blocks.
 constexpr int kGroup = 8, kLine = 64;
 
+// Nothing, where the hardware fetches as well by itself.
+struct Nothing {
+  Nothing part(int, int) const { return {}; }
+  template <class T>
+  void fetch(int, int, const T* const*, int) {}
+};
+
+// `lines` lines a time, from `at` on.
 struct Ahead {
   const char* at = nullptr;
   int lines = 0;
-  void fetch() {
+
+  template <class T>
+  void fetch(int, int, const T* const*, int) {
     for (int i = 0; i < lines; ++i, at += kLine) _mm_prefetch(at, _MM_HINT_T1);
   }
 };
 
 // out[m][n * kLanes ...] = sum over all steps of a's row m with column vector n, for M rows and N vectors.
 // The reduced dimension is `runs` runs of `steps` steps; a step takes kPair elements of each row (rows are lda
-// apart) and one vector at columns(run, n) + step * stride. `steps` is a multiple of kGroup.
-template <class T, int M, int N, class Columns>
+// apart) and one vector at columns(run, n) + step * stride. `steps` is a multiple of kGroup; see above for `source`.
+template <class T, int M, int N, class Columns, class Source>
 inline void dot_block(const T* a, int64_t lda, int runs, int steps, Columns columns, int64_t stride, float* out,
-                      int64_t ldo, Ahead ahead) {
+                      int64_t ldo, Source source) {
   using E = Element<T>;
   Vec sums[M][N];
 #pragma GCC unroll 16
@@ -36,7 +47,7 @@ inline void dot_block(const T* a, int64_t lda, int runs, int steps, Columns colu
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) at[n] = columns(run, n);
     for (int s = 0; s < steps; ++s) {
-      if (s % kGroup == 0) ahead.fetch();
+      if (s % kGroup == 0) source.fetch(run, s, at, N);
       typename E::Packed vectors[N];
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) vectors[n] = E::packed(at[n] + s * stride);
@@ -55,23 +66,24 @@ inline void dot_block(const T* a, int64_t lda, int runs, int steps, Columns colu
 }
 
 // dot_block for a number of rows that is known at run time, 1 to Max.
-template <class T, int Max, int N, class Columns>
+template <class T, int Max, int N, class Columns, class Source>
 inline void dot_rows(int rows, const T* a, int64_t lda, int runs, int steps, Columns columns, int64_t stride,
-                     float* out, int64_t ldo, Ahead ahead) {
+                     float* out, int64_t ldo, Source source) {
   if constexpr (Max > 1)
-    if (rows < Max) return dot_rows<T, Max - 1, N>(rows, a, lda, runs, steps, columns, stride, out, ldo, ahead);
-  dot_block<T, Max, N>(a, lda, runs, steps, columns, stride, out, ldo, ahead);
+    if (rows < Max) return dot_rows<T, Max - 1, N>(rows, a, lda, runs, steps, columns, stride, out, ldo, source);
+  dot_block<T, Max, N>(a, lda, runs, steps, columns, stride, out, ldo, source);
 }
 
 // The same for any number of rows: blocks of at most Max rows and of like size, so that none is left with a
 // single row.
-template <class T, int Max, int N, class Columns>
+template <class T, int Max, int N, class Columns, class Source>
 inline void dot_all(int rows, const T* a, int64_t lda, int runs, int steps, Columns columns, int64_t stride,
-                    float* out, int64_t ldo) {
+                    float* out, int64_t ldo, Source source) {
   const int blocks = (rows + Max - 1) / Max;
   for (int i = 0; i < blocks; ++i) {
     const int from = rows * i / blocks, count = rows * (i + 1) / blocks - from;
-    dot_rows<T, Max, N>(count, a + from * lda, lda, runs, steps, columns, stride, out + from * ldo, ldo, Ahead());
+    dot_rows<T, Max, N>(count, a + from * lda, lda, runs, steps, columns, stride, out + from * ldo, ldo,
+                        source.part(i, blocks));
   }
 }
 

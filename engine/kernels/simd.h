@@ -82,14 +82,6 @@ inline Vec scale_by_power(Vec p, Vec n) {
 #error "this kernel needs AVX2 with FMA, or AVX-512"
 #endif
 
-
-// Ask for `count` elements that will be read soon, into the second-level cache.
-template <class T>
-inline void fetch(const T* at, int64_t count) {
-  const char* from = reinterpret_cast<const char*>(at);
-  for (int64_t i = 0; i < count * static_cast<int64_t>(sizeof(T)); i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
-}
-
 // 2^x for finite x: 2^n for the nearest whole n, times a polynomial in the rest, with the least relative error
 // on [-1/2, 1/2] of all that are 1 at 0: 1e-4 with degree 3 (bf16 keeps 4e-3), 2e-9 with degree 6. So exp2(0)
 // is 1 exactly; what is too small for fp32 is 0. A NaN or an infinity gives a NaN.

@@ -40,7 +40,7 @@ from bench_loop_cases import Case, Model, cases
 from bench_serve import clean_environment, free_port, stop, wait_until_ready
 from bench_tools import Bar, at_most, report_bars, table
 from check_api_model import write_model
-from loadtest import CannotBegin
+from loadtest_client import CannotBegin
 
 ROOT = Path(__file__).resolve().parent.parent
 BAR_MS = 50.0

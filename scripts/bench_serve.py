@@ -29,14 +29,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-import loadtest
 from bench_tools import Bar, at_least, ratio_interval, report_bars, table
+from loadtest import LoadTest
+from loadtest import parse as parse_load
+from loadtest_client import CannotBegin, Client, connected, find_model
 from loadtest_report import Record, duration, summarise
 from loadtest_workloads import sessions
 
@@ -140,7 +142,7 @@ async def wait_until_ready(http: aiohttp.ClientSession, url: str, log: Path, pat
         except (aiohttp.ClientError, TimeoutError):
             pass
         await asyncio.sleep(0.5)
-    raise loadtest.CannotBegin(f"{url} did not start in {patience:.0f} s:\n{_end_of(log)}")
+    raise CannotBegin(f"{url} did not start in {patience:.0f} s:\n{_end_of(log)}")
 
 
 def _end_of(log: Path) -> str:
@@ -156,36 +158,29 @@ async def _is_ready(http: aiohttp.ClientSession, url: str) -> bool:
 # ---------------------------------------------------------------- load
 
 
-@asynccontextmanager
-async def client_of(options: argparse.Namespace, url: str) -> AsyncIterator[aiohttp.ClientSession]:
-    timeout = aiohttp.ClientTimeout(total=options.timeout)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
-        yield http
-
-
 def load_options(options: argparse.Namespace, url: str) -> argparse.Namespace:
     """The load test's own options for this workload."""
     arguments = ["shared-prefix", "--url", url, "--seed", str(SEED), "--ignore-eos", "--completions"]
     for name in ("prefix_tokens", "prompt_tokens", "max_tokens", "timeout"):
         arguments += ["--" + name.replace("_", "-"), str(getattr(options, name))]
     arguments += ["--concurrency", str(options.streams), "--requests", str(options.streams)]
-    return loadtest.parse(arguments)
+    return parse_load(arguments)
 
 
 async def measure_side(side: Side, options: argparse.Namespace, log: Path, waves: int) -> list[Run]:
     """Start, warm, measure and stop one server. What every wave shares is warm, its endings are new."""
     with serving(side, log) as url:
-        async with client_of(options, url) as http:
+        load = load_options(options, url)
+        load.model = side.model
+        async with connected(load) as http:
             await wait_until_ready(http, url, log, options.start_timeout)
-            load = load_options(options, url)
-            load.model = side.model
-            client = loadtest.Client(http, await loadtest.find_model(http, load), load)
+            client = Client(http, await find_model(http, load), load)
             stock = sessions("shared-prefix", load, SEED)
-            await loadtest.LoadTest(client, stock, load).warm_up(1)
-            await loadtest.LoadTest(client, stock, load).warm_up(options.streams)
+            await LoadTest(client, stock, load).warm_up(1)
+            await LoadTest(client, stock, load).warm_up(options.streams)
             runs = []
             for _ in range(waves):
-                test = loadtest.LoadTest(client, stock, load)
+                test = LoadTest(client, stock, load)
                 await test.measure()
                 runs.append(run_of(test.records))
             return runs
@@ -195,7 +190,7 @@ def run_of(records: Sequence[Record]) -> Run:
     """One wave in numbers. CannotBegin if a request of it failed: then the figures mean nothing."""
     failed = next((record for record in records if record.error), None)
     if failed is not None:
-        raise loadtest.CannotBegin(f"a request failed: {failed.error}: {failed.detail}")
+        raise CannotBegin(f"a request failed: {failed.error}: {failed.detail}")
     report = summarise(records, duration(records))
     return Run(
         report["output_tokens_per_second"],
@@ -290,7 +285,7 @@ def main() -> int:
         found = asyncio.run(measure(options))
     except KeyboardInterrupt:
         return 130
-    except loadtest.CannotBegin as error:
+    except CannotBegin as error:
         print(error, file=sys.stderr)
         return 2
     print(table(rows_of(found)) + "\n")

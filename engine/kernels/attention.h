@@ -69,11 +69,11 @@ struct Pages {
 // if `carried`, and is the result if `final`, else state `slot` of each row. In the last tile a row sees tokens
 // up to its own position if `causal`.
 struct Item {
-  int32_t row, rows, kv_head, tile, tiles, slot;
-  bool carried, final, causal;
+  int32_t row, rows, kv_head = 0, tile, tiles, slot = 0;
+  bool carried = false, final = false, causal = false;
   const int64_t* pages;
-  int32_t phase;  // items that carry on run after those that left them something
-  bool own;       // of the private level
+  int32_t phase = 0;  // items that carry on run after those that left them something
+  bool own = false;   // of the private level
 };
 
 // The work of a step's attention, and where its partial states lie: state s of row r and head h is number

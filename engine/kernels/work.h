@@ -36,11 +36,11 @@ class Cutter {
       const int first = static_cast<int>(level.first[s]), end = first + static_cast<int>(level.rows[s]);
       const int tiles = static_cast<int>(level.tokens[s] / pool_.tile);
       if (!tiles || first == end) continue;
-      const int block = fold_block(first, end, tiles, true);
+      const int block = can_fold(first, end) ? fold_block(end - first, tiles) : 0;
       const bool folds = block > 0;
       for (int row = first, count; row < end; row += count) {
         count = alike(row, std::min(end, row + (folds ? block : block_)));
-        add({row, count, 0, tile_of(level, s), tiles, 0, false, false, false, pages_of(level, s), 0, false}, folds);
+        add({.row = row, .rows = count, .tile = tile_of(level, s), .tiles = tiles, .pages = pages_of(level, s)}, folds);
       }
     }
   }
@@ -51,14 +51,16 @@ class Cutter {
     for (int64_t s = 0; s < level.count; ++s) {
       const int first = static_cast<int>(level.first[s]), end = first + static_cast<int>(level.rows[s]);
       if (first == end) continue;
-      const int block = fold_block(first, end, work_.positions[end - 1] / pool_.tile - tile_of(level, s) + 1, false);
+      const int block = own_block(first, end, work_.positions[end - 1] / pool_.tile - tile_of(level, s) + 1);
       const bool folds = block > 0;
       for (int row = first, count; row < end; row += count) {
         const int last = work_.positions[row] / pool_.tile, tile = tile_of(level, s);
         const int edge = row + (last + 1) * pool_.tile - work_.positions[row];
         count = alike(row, std::min({end, row + (folds ? block : block_), edge}));
         const bool final = folds || (last == tile && work_.states[row] == 0);
-        add({row, count, 0, tile, last - tile + 1, 0, false, final, true, pages_of(level, s), 0, true}, folds);
+        add({.row = row, .rows = count, .tile = tile, .tiles = last - tile + 1, .final = final, .causal = true,
+             .pages = pages_of(level, s), .own = true},
+            folds);
         for (int r = row; r < row + count && !final; ++r) work_.merged.push_back(r);
       }
     }
@@ -86,6 +88,7 @@ class Cutter {
   // arithmetic, so threads that do one of each at a time wait for neither.
   void spread() {
     auto& items = work_.items;
+    if (std::all_of(items.begin(), items.end(), [](const Item& i) { return i.own; })) return;
     // Rows of one KV head and tile side by side: threads then read it together, and one of them from memory.
     std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
       if (a.own || b.own) return a.own < b.own;
@@ -111,17 +114,28 @@ class Cutter {
         total_ += pool_.kv_heads * cost((level.tokens[s] + pool_.tile - 1) / pool_.tile, level.rows[s]);
   }
 
-  // How many rows [first, end) of a segment an item folds over all tiles of it; 0 for none. All that the rows have
-  // read so far must have been folded, then the state goes on: in a later phase, so `late` is asked where few rows
-  // do better side by side with others. No item may take long against a thread's share of the level.
-  int fold_block(int first, int end, int tiles, bool late) const {
+  // Whether all that rows [first, end) have read so far has been folded: then their states can be gone on from.
+  bool can_fold(int first, int end) const {
     for (int row = first; row < end; ++row)
-      if (work_.states[row] > (folds_[row] ? 1 : 0)) return 0;
-    if (work_.states[first] && !late) return end - first >= many_ ? block_ : 0;
-    for (int block = std::min(block_, end - first);; block = (block + 1) / 2) {
+      if (work_.states[row] > (folds_[row] ? 1 : 0)) return false;
+    return true;
+  }
+
+  // How many of a segment's `rows` rows an item folds over all tiles of it; 0 for none. No item may take long against
+  // a thread's share of the level.
+  int fold_block(int rows, int tiles) const {
+    for (int block = std::min(block_, rows);; block = (block + 1) / 2) {
       if (3 * threads_ * cost(tiles, block) <= total_) return block;
       if (block * group_ <= kManyRows || block == 1) return 0;
     }
+  }
+
+  // The same of the private level. To go on from a state takes a later phase: few rows do better side by side with
+  // those that share, as long as there are some.
+  int own_block(int first, int end, int tiles) const {
+    if (!can_fold(first, end)) return 0;
+    if (!work_.states[first]) return fold_block(end - first, tiles);
+    return end - first >= many_ ? block_ : 0;
   }
 
   // How many rows from `row` on have come equally far.

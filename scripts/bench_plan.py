@@ -5,6 +5,8 @@ A batch of 1,000 sequences in a tree of prefixes, five deep, is served through a
 prefix tree: each step grows every table, publishes full pages and plans. Printed are medians over runs: the
 cascade plan from nothing, the cascade plan a step averaged over 16 consecutive decode steps (in which each
 sequence turns a page once), the whole StepPlan, and apart from these the time spent in tables and tree.
+
+What is promised of the cascade plan, for this batch, is printed as bars. Exit code: 0, 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ import argparse
 import gc
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
+
+from bench_tools import Bar, at_most, report_bars
 
 from engine.cache.pool import PagePool
 from engine.cache.tree import PrefixTree
@@ -28,6 +33,8 @@ from engine.types import EngineRequest, SamplingParams
 
 PAGE = 16
 STEPS = 16
+# The batch that the bars are about.
+SEQUENCES, DEPTH = 1000, 5
 
 
 class Times(NamedTuple):
@@ -121,10 +128,21 @@ def _ms(call: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def main() -> None:
+def bars_of(times: Iterable[Times], sequences: int, depth: int) -> list[Bar]:
+    """The bars on the medians of all runs; none where the batch is another one."""
+    if (sequences, depth) != (SEQUENCES, DEPTH):
+        return []
+    scratch, step = (statistics.median(column) for column in list(zip(*times, strict=True))[:2])
+    return [
+        at_most("cascade plan from nothing", 5.0, scratch, " ms"),
+        at_most(f"cascade plan a step, over {STEPS} decode steps", 0.5, step, " ms"),
+    ]
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=1000)
-    parser.add_argument("--depth", type=int, default=5, help="prefixes nested in each other")
+    parser.add_argument("--sequences", type=int, default=SEQUENCES)
+    parser.add_argument("--depth", type=int, default=DEPTH, help="prefixes nested in each other")
     parser.add_argument("--branches", type=int, default=4, help="prefixes below each prefix")
     parser.add_argument("--tile", type=int, default=256)
     parser.add_argument("--runs", type=int, default=11)
@@ -149,7 +167,8 @@ def main() -> None:
     ):
         values = [getattr(t, name) for t in times]
         print(f"{statistics.median(values):8.3f} ms  {text}  [{min(values):.3f} .. {max(values):.3f}]")
+    return report_bars(bars_of(times, args.sequences, args.depth))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,6 +6,7 @@ import argparse
 import math
 
 import bench_cascade
+import bench_plan
 import bench_serve
 import bench_step
 import numpy as np
@@ -207,6 +208,19 @@ def test_the_gate_is_judged_on_its_mean_and_on_its_worst_cell() -> None:
     assert mean.ok
     assert not worst.ok
     assert gate_bars([]) == []
+
+
+def test_planning_is_judged_on_medians_and_only_for_the_batch_that_is_promised() -> None:
+    """Times.assemble and Times.tree are no planner's, and judged by nobody."""
+    times = [bench_plan.Times(4.0, 0.6, 9.0, 9.0), bench_plan.Times(5.0, 0.4, 9.0, 9.0)]
+    times.append(bench_plan.Times(9.0, 0.5, 9.0, 9.0))
+    assert [(bar.measured, bar.ok) for bar in bench_plan.bars_of(times, 1000, 5)] == [
+        ("5 ms", True),
+        ("0.5 ms", True),
+    ]
+    slow = [time._replace(scratch=5.1, cascade=0.51) for time in times]
+    assert [bar.ok for bar in bench_plan.bars_of(slow, 1000, 5)] == [False, False]
+    assert bench_plan.bars_of(slow, 100, 5) == bench_plan.bars_of(slow, 1000, 4) == []
 
 
 def test_the_default_model_has_269_mb_of_weights() -> None:

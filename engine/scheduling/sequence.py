@@ -26,7 +26,7 @@ class State(Enum):
 
 
 class Sequence:
-    """State of one request. Only the scheduler and its tables write here.
+    """State of one request. Only the scheduler and its parts write here.
 
     `tokens` is the prompt and what was generated. KV of tokens [0, computed) is committed. `table` names
     the pages of all tokens up to the chunk in flight: pages [0, shared) stand in the tree on the path that

@@ -17,12 +17,16 @@ class PageTables:
     No call leaves a page in two places: it is free, in one node, or private to one table. A table is one
     object from `attach` to `release`; while it lives, its pages before the last committed full one stay as
     they are, which is what cached plans rely on.
+
+    `wipe` are pages that a failed step wrote: they are free, and must be wiped before anyone reads them.
     """
 
     def __init__(self, pool: PagePool, tree: PrefixTree) -> None:
         self.pool = pool
         self.tree = tree
         self.collapsed_pages = 0
+        self.wipe: list[int] = []
+        self._copy_sources: list[Node] = []
 
     @property
     def available(self) -> int:
@@ -33,11 +37,11 @@ class PageTables:
         """Pages that would be lost to others if a sequence of `tokens` tokens began from this match."""
         return self.tree.pin_cost(match) + self.pool.pages_for(tokens) - len(match.pages)
 
-    def attach(self, seq: Sequence, match: Match) -> tuple[RowCopy, Node] | None:
+    def attach(self, seq: Sequence, match: Match) -> RowCopy | None:
         """Begin from a match: pin it, then take a page for rows that continue in a page of another.
 
-        The caller has seen that the cost is available. Returns the copy, and the node that holds its source:
-        it stays pinned, and the caller unpins it when the step that copies has been committed.
+        The caller has seen that the cost is available. Returns the copy; its source stays pinned until the
+        step that copies has `landed`.
         """
         seq.node = self.tree.pin(match)
         seq.table = array(PAGE_TYPE, match.pages)
@@ -45,10 +49,21 @@ class PageTables:
         seq.computed = match.length
         if match.partial is None:
             return None
-        source = self.tree.pin_partial(match)
+        self._copy_sources.append(self.tree.pin_partial(match))
         (page,) = self._take(1)
         seq.table.append(page)
-        return RowCopy(match.partial_page, page, match.partial_rows), source
+        return RowCopy(match.partial_page, page, match.partial_rows)
+
+    def landed(self) -> None:
+        """The step in flight is over: what it copied from may be evicted."""
+        for node in self._copy_sources:
+            self.tree.unpin(node)
+        self._copy_sources.clear()
+
+    def take_wipe(self) -> tuple[int, ...]:
+        """The pages that the next step wipes."""
+        pages, self.wipe = tuple(self.wipe), []
+        return pages
 
     def missing(self, seq: Sequence, end: int) -> int:
         """Pages that the table lacks to hold tokens [0, end)."""
@@ -96,16 +111,14 @@ class PageTables:
         self.pool.give(seq.table[kept:])
         self._forget(seq)
 
-    def discard(self, seq: Sequence) -> list[int]:
-        """Stop holding anything after a failed step: all pages of its own are freed, also a published tail.
-
-        Returns them: they must be wiped before anyone reads them.
-        """
+    def discard(self, seq: Sequence) -> None:
+        """Stop holding anything after a failed step: all pages of its own are freed, also a published tail,
+        and wiped before anyone reads them."""
         self._take_back_tail(seq)
         own = seq.table[seq.shared :].tolist()
         self.pool.give(own)
+        self.wipe += own
         self._forget(seq)
-        return own
 
     def private_pages(self, seq: Sequence) -> list[int]:
         """Pages that stand in this table only."""

@@ -149,7 +149,7 @@ class Rig:
 
     def plan(self) -> StepPlan | None:
         assert self.in_flight is None
-        running, waiting = list(self.scheduler._running), list(self.scheduler._waiting)
+        running, waiting = list(self.scheduler.roster.running), list(self.scheduler.roster.waiting)
         preemptions = self.scheduler.counters.preemptions
         self.in_flight = self.scheduler.plan()
         lost = self._check_order(running, waiting)
@@ -189,7 +189,11 @@ class Rig:
     def shed(self, priority: int) -> int | None:
         """The queue is full for a request of `priority`; returns whom that cost his place."""
         begun = {id for id, s in self.streams.items() if s.receipts or s.finish is not None}
-        begun |= {s.id for s in (*self.scheduler._running, *self.scheduler._waiting) if s.receipt is not None}
+        begun |= {
+            s.id
+            for s in (*self.scheduler.roster.running, *self.scheduler.roster.waiting)
+            if s.receipt is not None
+        }
         queue = [(-s.request.priority, id) for id, s in self.streams.items() if id not in begun]
         last = max(queue, default=None)
         victim = last[1] if last is not None and -last[0] < priority else None
@@ -253,15 +257,15 @@ class Rig:
         won from its beginning, but for those who wait for another's rows or for a new model. Returns how many
         were lost."""
         scheduler = self.scheduler
-        lost = [s for s in running if s in scheduler._waiting]
-        kept = [s for s in running if s in scheduler._running]
+        lost = [s for s in running if s in scheduler.roster.waiting]
+        kept = [s for s in running if s in scheduler.roster.running]
         assert all(k.rank < s.rank for k in kept for s in lost), "a place was lost out of order"
         assert not running or kept or not lost, "the first in order lost its place"
-        won = [s for s in waiting if s in scheduler._running]
-        for seq in scheduler._waiting:
+        won = [s for s in waiting if s in scheduler.roster.running]
+        for seq in scheduler.roster.waiting:
             held_up = seq.waits_for is not None or (scheduler.paused and seq.receipt is None)
             assert held_up or all(s.rank < seq.rank for s in won), "a place was won out of turn"
-        for queue in (scheduler._running, scheduler._waiting):
+        for queue in (scheduler.roster.running, scheduler.roster.waiting):
             assert queue == sorted(queue, key=lambda s: s.rank)
         return len(lost)
 

@@ -54,7 +54,7 @@ def test_pages_of_a_failed_step_are_wiped_before_they_are_used() -> None:
     assert set(plan.wipe) == {1, 2}
     rig.drain()
     assert rig.run(range(300, 305)).finish == "length"
-    assert len(rig.scheduler._wipe) == 0, "wiped once is enough"
+    assert len(rig.scheduler.tables.wipe) == 0, "wiped once is enough"
 
 
 def test_a_wipe_that_did_not_happen_is_asked_for_again() -> None:

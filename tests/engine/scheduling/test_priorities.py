@@ -46,7 +46,7 @@ def test_the_least_urgent_is_preempted_first_and_the_urgent_never(urgent: int) -
     ids = [rig.submit(prompt(i, 8), 40, priority=1 if i == urgent else 0) for i in range(4)]
     lost: set[int] = set()
     while rig.step():
-        lost |= {s.id for s in rig.scheduler._waiting}
+        lost |= {s.id for s in rig.scheduler.roster.waiting}
     assert rig.scheduler.counters.preemptions > 0
     assert urgent not in lost
     assert all(len(rig.streams[i].tokens) == 40 for i in ids)
@@ -156,7 +156,7 @@ def test_a_lifted_request_is_ordinary_again_once_its_rows_are_there() -> None:
     urgent = rig.submit(prompt(1, 60), 60, priority=1)
 
     def order() -> list[int]:
-        return [s.id for s in rig.scheduler._running]
+        return [s.id for s in rig.scheduler.roster.running]
 
     rig.step()
     assert order() == [owner, older]
@@ -175,8 +175,8 @@ def test_a_lifted_request_that_is_preempted_waits_in_its_own_place() -> None:
     urgent = rig.submit(prompt(1, 60), 60, priority=1)
     rig.step()
     rig.preempt(owner)
-    assert [s.id for s in rig.scheduler._waiting] == [urgent, owner]
+    assert [s.id for s in rig.scheduler.roster.waiting] == [urgent, owner]
     rig.step()
-    assert [s.id for s in rig.scheduler._running] == [urgent, older]
+    assert [s.id for s in rig.scheduler.roster.running] == [urgent, older]
     rig.drain()
     assert rig.streams[urgent].cached == 49

@@ -126,14 +126,19 @@ def second_turn(lab: Lab) -> None:
         lab.close(session)
 
 
+def scored_cases(cases: Sequence[Case], page: int) -> list[Case]:
+    """Prompts at pages' edges and one of 700 tokens, out of the longest of these cases."""
+    text = sum(sorted((case.prompt for case in cases), key=len)[-2:], ())
+    text *= -(-700 // len(text))
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=5)
+    lengths = (page - 1, page, page + 1, 2 * page, 2 * page + 1, 700)
+    return [Case(text[n : 2 * n] if n < 100 else text[:n], params) for n in lengths]
+
+
 def scored(lab: Lab) -> None:
     """The prompt's log-probabilities, at pages' edges and beyond several chunks: again, which computes all of
     it again; from the middle on, with the part before cached; and in company, in chunks and preempted."""
-    page = lab.runner.info.page_size
-    text = sum(sorted((case.prompt for case in lab.cases), key=len)[-2:], ())
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=5)
-    lengths = (page - 1, page, page + 1, 2 * page, 2 * page + 1, 700)
-    cases = list(enumerate(Case(text[n : 2 * n] if n < 100 else text[:n], params) for n in lengths))
+    cases = list(enumerate(scored_cases(lab.cases, lab.runner.info.page_size)))
     session, cold = lab.session(), list[Output]()
     for i, case in cases:
         cold += session.run_apart([(i, case)], prompt_logprobs=5)
@@ -191,9 +196,9 @@ def tree(lab: Lab) -> None:
     that share less; flat, at two levels, and as a tree."""
     tile = lab.tile
     long = [i for i, c in enumerate(lab.cases) if len(c.prompt) >= 2 * tile + 8][:2]
-    if len(long) < 2:
-        raise RuntimeError("two prompts must be long enough for a tree")
-    first, second = (lab.cases[i] for i in long)
+    if not long:
+        raise RuntimeError("no prompt is long enough for a tree")
+    first, second = lab.cases[long[0]], lab.cases[long[-1]]
     stems = [
         first.prompt[: 2 * tile],
         first.prompt[:tile] + second.prompt[tile : 2 * tile],
@@ -223,8 +228,8 @@ def row_counts(lab: Lab) -> None:
     by_length = sorted(range(len(lab.cases)), key=lambda i: len(lab.cases[i].prompt))
     seen_rows, seen_heads = set[int](), set[int]()
     for rows in STEP_ROWS:
-        longest = next(i for i in reversed(by_length) if len(lab.cases[i].prompt) <= max(40, 20 * rows))
-        batch = [*by_length[:2], longest]
+        fitting = [i for i in by_length if len(lab.cases[i].prompt) <= max(40, 20 * rows)]
+        batch = [*by_length[:2], *fitting[-1:]]
         session = lab.session(max_step_tokens=rows)
         for i, output in zip(batch, session.run([lab.cases[i] for i in batch]), strict=True):
             lab.check("row counts", i, output)
@@ -232,7 +237,7 @@ def row_counts(lab: Lab) -> None:
         lab.close(session)
     for count in HEAD_ROWS:
         session = lab.session()
-        batch = [by_length[i % 4] for i in range(count)]
+        batch = [by_length[i % min(4, len(by_length))] for i in range(count)]
         for i, output in zip(batch, session.run([lab.cases[i] for i in batch]), strict=True):
             lab.check("row counts", i, output)
         seen_heads |= session.head_rows
@@ -273,8 +278,11 @@ def make_cases(text_ids: Sequence[int], lengths: Sequence[int], tokens: int) -> 
 
 
 def lengths_up_to(count: int, most: int) -> list[int]:
-    """`count` lengths from 1 to `most`, among them page and tile edges."""
-    edges = [1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257, 511, 512, 513, 600, most]
+    """`count` lengths from 1 to `most`, among them page and tile edges; few of them include the longest."""
+    known = (1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257, 511, 512, 513, 600)
+    edges = [*(n for n in known if n < most), most]
+    if count < len(edges):
+        return [*edges[: max(count - 2, 0)], *edges[-min(count, 2) :]]
     rng = random.Random(count)
     return (edges + [rng.randint(1, most) for _ in range(count)])[:count]
 
@@ -289,6 +297,9 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=770)
     parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
+    least = 2 * EngineConfig().tile + 8
+    if args.prompts < 1 or args.longest < least:
+        parser.error(f"there must be a prompt, and the longest must have {least} tokens or more")
     machine.calm_openmp()
     from engine.models.store import fetch
     from engine.runner import Runner

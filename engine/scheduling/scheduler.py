@@ -196,6 +196,9 @@ class Scheduler:
             rows = min(
                 rows + match.length - fitting.length, _most_rows(seq, fitting.length), budget.rows_left
             )
+            if seq.receipt is None:
+                seq.receipt = CacheReceipt(seq.prompt_len, fitting.length, self._unwritten(seq, match))
+                self.counters.admitted(seq.receipt)
             chunks[seq] = self._admit(seq, fitting, rows)
             budget.add_chunk(seq.computed, rows)
 
@@ -226,18 +229,23 @@ class Scheduler:
         return match._replace(partial=None, partial_page=0, partial_rows=0, length=whole)
 
     def _admit(self, seq: Sequence, match: Match, rows: int) -> Chunk:
-        if seq.receipt is None:
-            stored = self.tree.match(seq.namespace, seq.request.prompt, seq.prompt_len).length
-            # One that may not wait for others computes what they do, but stores nothing new by that.
-            stored = coming(seq, stored, self.roster.running)
-            seq.receipt = CacheReceipt(seq.prompt_len, match.length, seq.prompt_len - stored)
-            self.counters.admitted(seq.receipt)
         if (copy := self.tables.attach(seq, match)) is not None:
             self.counters.copied_rows += copy.rows
         seq.target = len(seq.tokens)
         self.roster.admit(seq)
         self.tables.grow(seq, seq.computed + rows)
         return Chunk(seq, rows, copy)
+
+    def _unwritten(self, seq: Sequence, match: Match) -> int:
+        """Tokens of a prompt that begins now which nobody has stored or is about to store."""
+        # One that may not wait for others computes what they do, but stores nothing new by that.
+        return seq.prompt_len - coming(seq, self._stored(seq, match), self.roster.running)
+
+    def _stored(self, seq: Sequence, match: Match) -> int:
+        """Tokens of a prompt that the cache holds; `match` is what was found of those it may use."""
+        if match.length < seq.match_limit():
+            return match.length  # tokens ended the match, so a longer look ends there too
+        return self.tree.match(seq.namespace, seq.request.prompt, seq.prompt_len).length
 
     # -- after the step --------------------------------------------------------------------------
 

@@ -6,7 +6,9 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from engine.cache.node import Match
 from engine.cache.pool import PagePool
+from engine.cache.tree import PrefixTree
 from engine.plan import CascadeLevel, Int32, StepCosts, StepPlan
 from engine.scheduling.cascade import CascadePlanner, Planned, Rules
 from engine.scheduling.limits import Limits
@@ -94,6 +96,16 @@ class CheckedPlanner(CascadePlanner):
         return planned
 
 
+class CheckedScheduler(Scheduler):
+    """What it says the cache holds of a prompt must be what a whole look finds."""
+
+    def _stored(self, seq: Queued, match: Match) -> int:
+        stored = super()._stored(seq, match)
+        assert seq.tokens == list(seq.request.prompt), "it has begun before"
+        assert stored == PrefixTree.match(self.tree, seq.namespace, seq.tokens, len(seq.tokens)).length
+        return stored
+
+
 class Rig:
     """Small pools by default: they make everything happen that large ones only do at night."""
 
@@ -103,7 +115,7 @@ class Rig:
         self.pool = PagePool(pages + 1, page_size)
         limits.setdefault("context", pages * page_size)
         limits.setdefault("align", page_size)
-        self.scheduler = Scheduler(self.pool, Limits(**limits), costs or StepCosts())  # type: ignore[arg-type]
+        self.scheduler = CheckedScheduler(self.pool, Limits(**limits), costs or StepCosts())  # type: ignore[arg-type]
         self.planner = CheckedPlanner(self.scheduler._planner.rules)
         self.scheduler._planner = self.planner
         self.runner = FakeRunner(pages + 1, page_size)

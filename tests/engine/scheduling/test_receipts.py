@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from typing import Any
+
 import pytest
 
+from engine.cache.node import Match
 from tests.engine.scheduling.rig import Rig
 
 SIZES = pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -111,3 +115,52 @@ def test_preemption_changes_no_receipt(page_size: int) -> None:
     rig.drain()
     stream = rig.streams[id]
     assert (stream.cached, stream.written) == (8, LENGTH - 8)
+
+
+@SIZES
+@pytest.mark.parametrize(
+    ("prompt", "how", "looks", "cached", "written"),
+    [
+        (range(500, 530), {}, 1, 0, 30),  # cold
+        ((*PROMPT[:20], 900, 901), {}, 1, 20, 2),  # tokens end the match, inside a page or at its edge
+        ((*PROMPT[:16], 900), {}, 2, 16, 1),  # a last token is never matched: it may be stored or not
+        (PROMPT[:16], {}, 2, 15, 0),
+        (PROMPT, {}, 2, LENGTH - 1, 0),
+        ((*PROMPT, 900, 901), {}, 1, LENGTH, 2),
+        ((*PROMPT, 900, 901), {"cache_max_len": LENGTH + 1}, 1, LENGTH, 2),  # a cap that does not bind
+        ((*PROMPT, 900, 901), {"cache_max_len": LENGTH}, 2, LENGTH, 2),
+        ((*PROMPT, 900, 901), {"cache_max_len": 9}, 2, 9, 2),
+        ((*PROMPT, 900, 901), {"cache_max_len": 0}, 2, 0, 2),
+        ((*PROMPT, 900, 901), {"prompt_logprobs": 0}, 2, 0, 2),
+        ((*PROMPT, 900, 901), {"prompt_logprobs": 0, "prompt_logprobs_from": 21}, 2, 20, 2),
+        ((*PROMPT[:9], 900, 901), {"prompt_logprobs": 0, "prompt_logprobs_from": 11}, 1, 9, 2),
+        (PROMPT, {"namespace": "other"}, 1, 0, LENGTH),
+    ],
+)
+def test_a_prompt_is_looked_up_again_only_where_it_may_not_use_all_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+    page_size: int,
+    prompt: Sequence[int],
+    how: dict[str, Any],
+    looks: int,
+    cached: int,
+    written: int,
+) -> None:
+    """And never where it goes on after preemption: its receipt stands."""
+    rig = Rig(200, page_size)
+    rig.run(PROMPT)
+    tree, limits = rig.scheduler.tree, list[int]()
+    look = tree.match
+
+    def match(namespace: Hashable, tokens: Sequence[int], limit: int) -> Match:
+        limits.append(limit)
+        return look(namespace, tokens, limit)
+
+    monkeypatch.setattr(tree, "match", match)
+    id = rig.submit(prompt, 5, **how)
+    rig.step()
+    assert len(limits) == looks
+    rig.preempt(id)
+    rig.drain()
+    assert len(limits) == looks + 1
+    assert (rig.streams[id].cached, rig.streams[id].written) == (cached, written)

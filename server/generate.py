@@ -7,7 +7,7 @@ import codecs
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
@@ -22,7 +22,7 @@ from engine import (
     StepFailed,
     TokenLogprob,
 )
-from engine.text import Part, ReplyParser, StopFilter
+from engine.text import Part, ReplyParser, StopFilter, join_parts
 from server.usage import Timing
 
 if TYPE_CHECKING:
@@ -128,6 +128,15 @@ class Choice:
         """The stop string that ended the choice, if one did."""
         return self._filter.found
 
+    def call_ids(self, parts: Iterable[Part]) -> tuple[str | None, ...]:
+        """An id for each part that belongs to a call, None for others."""
+        return tuple(self._call_id(part.index) if part.kind == "call" else None for part in parts)
+
+    def _call_id(self, index: int) -> str:
+        while len(self._call_ids) <= index:
+            self._call_ids.append("call_" + uuid.uuid4().hex[:24])
+        return self._call_ids[index]
+
     async def pieces(self, stream: RequestStream) -> AsyncIterator[Piece]:
         """Yield pieces until the choice ends; the last one has a finish reason.
 
@@ -202,12 +211,12 @@ class Choice:
         if self._rules.forced:
             # What is no call is the beginning of one that was cut.
             parts = [part for part in parts if part.kind != "content" or part.text == self._rules.echo]
-        ids = [self._call_id(part.index) if part.kind == "call" else None for part in parts]
-        merged, call_ids = merge_parts(parts, ids)
-        self._follow_calls(merged)
+        joined = tuple(join_parts(parts))
+        call_ids = self.call_ids(joined)
+        self._follow_calls(joined)
         if self._call_ids and self.finish_reason == "stop" and not self._cut_call:
             self.finish_reason = "tool_calls"
-        return Piece(self, merged, call_ids, token_ids, tuple(entries), self.finish_reason)
+        return Piece(self, joined, call_ids, token_ids, tuple(entries), self.finish_reason)
 
     def _follow_calls(self, parts: Sequence[Part]) -> None:
         for part in parts:
@@ -218,11 +227,6 @@ class Choice:
     def _cut_call(self) -> bool:
         """Whether a stop string ended the reply within a call, which then can't be made."""
         return self.stop_text is not None and not _is_json(self._arguments)
-
-    def _call_id(self, index: int) -> str:
-        while len(self._call_ids) <= index:
-            self._call_ids.append("call_" + uuid.uuid4().hex[:24])
-        return self._call_ids[index]
 
     def _echoed(self, delta: Delta) -> list[Entry]:
         """The prompt's own tokens, where they are shown."""
@@ -340,23 +344,6 @@ def _is_json(text: str) -> bool:
 def _further(part: Part) -> bool:
     """Whether a part belongs to a call behind the first."""
     return part.kind == "call" and part.index > 0
-
-
-def merge_parts(
-    parts: Sequence[Part], call_ids: Sequence[str | None]
-) -> tuple[tuple[Part, ...], tuple[str | None, ...]]:
-    """Join neighbours that belong together; return the parts with their ids."""
-    found: list[tuple[list[str], Part, str | None]] = []
-    for part, call_id in zip(parts, call_ids, strict=True):
-        last = found[-1][1] if found else None
-        if last is not None and (last.kind, last.index) == (part.kind, part.index) and part.name is None:
-            found[-1][0].append(part.text)
-        elif part.text or part.name is not None:
-            found.append(([part.text], part, call_id))
-    return (
-        tuple(part._replace(text="".join(texts)) for texts, part, _ in found),
-        tuple(call_id for _, _, call_id in found),
-    )
 
 
 def _failure(delta: Delta) -> HeadwaterError:

@@ -5,7 +5,9 @@ from engine.text.detokenizer import Detokenizer
 from engine.text.grammar_matcher import CompiledGrammar
 from engine.text.grammar_source import GrammarSpec
 from engine.text.grammar_source import Tool as GrammarTool
-from engine.text.replies import Part, ReplyParser
+from engine.text.guard import texts_of
+from engine.text.replies import ReplyParser
+from engine.text.reply_parts import Part, join_parts
 from engine.text.stops import StopFilter
 from engine.text.template import TemplateError
 
@@ -19,4 +21,6 @@ __all__ = [
     "StopFilter",
     "TemplateError",
     "TextCodec",
+    "join_parts",
+    "texts_of",
 ]

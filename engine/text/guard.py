@@ -58,7 +58,7 @@ class Guard:
 
     def needs_hiding(self, value: Any) -> bool:
         """Whether any string in a JSON-like value, keys included, spells a control token or its edge."""
-        return self._whole is not None and any(self._is_hot(text) for text in _strings(value))
+        return self._whole is not None and any(self._is_hot(text) for text in texts_of(value))
 
     def hide(self, value: Any, placeholders: Placeholders) -> Any:
         """Return the value with every such spelling replaced by a placeholder."""
@@ -91,19 +91,21 @@ class Guard:
 
 def characters(*values: Any) -> set[str]:
     """Every character that occurs in the strings of JSON-like values."""
-    return {char for value in values for text in _strings(value) for char in set(text)}
+    return {char for value in values for text in texts_of(value) for char in set(text)}
 
 
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
+def texts_of(value: Any) -> Iterator[str]:
+    """All strings in a JSON-like value, keys included, in no order."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            waiting.extend(item.keys())
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple):
+            waiting.extend(item)
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:

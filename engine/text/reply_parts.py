@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 BLANKS = " \t\r\n"
@@ -25,23 +26,31 @@ class Part(NamedTuple):
 
 
 class Parts:
-    """Collects parts, joining neighbours."""
+    """Collects parts."""
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
 
     def add(self, kind: Kind, text: str, index: int = 0, name: str | None = None) -> None:
-        """Append a part; nothing where it has neither text nor a name."""
-        last = self._parts[-1] if self._parts else None
-        if last and name is None and (last.kind, last.index) == (kind, index):
-            self._parts[-1] = last._replace(text=last.text + text)
-        elif text or name is not None:
-            self._parts.append(Part(kind, text, index, name))
+        """Append a part."""
+        self._parts.append(Part(kind, text, index, name))
 
     def take(self) -> list[Part]:
-        """Return what was collected since the last time."""
+        """Return what was collected since the last time, neighbours joined."""
         parts, self._parts = self._parts, []
-        return parts
+        return join_parts(parts)
+
+
+def join_parts(parts: Iterable[Part]) -> list[Part]:
+    """Join neighbours that belong together; what has neither text nor a name is left out."""
+    found: list[tuple[Part, list[str]]] = []
+    for part in parts:
+        last = found[-1][0] if found else None
+        if last is not None and part.name is None and (last.kind, last.index) == (part.kind, part.index):
+            found[-1][1].append(part.text)
+        elif part.text or part.name is not None:
+            found.append((part, [part.text]))
+    return [part._replace(text="".join(texts)) for part, texts in found]
 
 
 def begun(text: str, marker: str) -> int:

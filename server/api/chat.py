@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from engine import RequestError
+from engine.text import texts_of
 from server.api.chat_dialect import ChatDialect
 from server.api.common import SERVICES, Services, check_model, check_size, model_names, read_body
 from server.api.grammar import Wanted, compile_grammar, wanted_calls, wanted_format
 from server.api.order import Frame, Order, Prompt, make_order
 from server.api.reply import reply
-from server.api.shorten import Turns, shorten, size_of, texts_of
+from server.api.shorten import Turns, shorten, size_of
 from server.schema.messages import read_messages
 from server.schema.requests import ChatRequest, read_chat
 from server.schema.tools import Choice, read_tools

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.text import GrammarSpec, Part
+from engine.text import GrammarSpec, Part, join_parts
 from server.api.common import Services
 from server.api.dialect import Call, Reply
 from server.api.logprobs import Logprobs, LogprobsWriter
 from server.api.order import Order
-from server.generate import Choice, Entry, Piece, merge_parts
+from server.generate import Choice, Entry, Piece
 from server.schema.responses import RawOutput
 
 # Tokens that take as long to write as one with its log-probabilities.
@@ -23,14 +23,12 @@ class Gathered:
         self.entries: list[Entry] = []
         self.token_ids: list[int] = []
         self._parts: list[Part] = []
-        self._call_ids: list[str | None] = []
 
     def add(self, piece: Piece) -> None:
         """Take the next piece."""
         self.entries += piece.entries
         self.token_ids += piece.token_ids
         self._parts += piece.parts
-        self._call_ids += piece.call_ids
 
     @property
     def weight(self) -> int:
@@ -51,7 +49,8 @@ class Gathered:
         assert choice.finish_reason is not None
         ids = tuple(self.token_ids)
         logprobs = writer.write(self.entries)
-        parts, call_ids = merge_parts(self._parts, self._call_ids)
+        parts = tuple(join_parts(self._parts))
+        call_ids = choice.call_ids(parts)
         return Reply(
             choice=place,
             content="".join(part.text for part in parts if part.kind == "content"),

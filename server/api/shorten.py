@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from engine import ContextLengthExceeded
+from engine.text import texts_of
 
 Turns = list[dict[str, Any]]
-
-
-def texts_of(value: Any) -> Iterator[str]:
-    """All strings in a JSON-like value, keys included."""
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, dict):
-            waiting.extend(item.keys())
-            waiting.extend(item.values())
-        elif isinstance(item, list | tuple):
-            waiting.extend(item)
 
 
 def size_of(value: Any) -> int:

@@ -11,6 +11,7 @@ from text_replies import call, content, cut, fed, joined
 
 from engine.text.call_formats import HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, CallFormat
 from engine.text.replies import Part, make_parser
+from engine.text.reply_parts import join_parts
 
 FAMILIES = (HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED)
 # Braces, quotes and markers inside strings, escapes, numbers of all forms, white space.
@@ -355,3 +356,18 @@ def test_calls_written_in_a_familys_format_come_back(
     places = data.draw(st.sets(st.integers(0, len(reply)), max_size=8))
     expected = [call(i, name, text) for i, ((name, _, _), text) in enumerate(zip(calls, texts, strict=True))]
     assert split(family, *cut(reply, places)) == expected
+
+
+def test_neighbours_are_joined_where_they_belong_together() -> None:
+    """Two calls, or the texts around a call, stay apart; what says nothing parts no neighbours."""
+    parts = [
+        content("a"),
+        content(""),
+        content("b"),
+        call(0, "f", ""),
+        call(0, None, "{"),
+        call(0, None, "}"),
+    ]
+    parts += [call(1, "f", "{}"), content(""), Part("call", " ", 1), content("c")]
+    assert join_parts(parts) == [content("ab"), call(0, "f", "{}"), call(1, "f", "{} "), content("c")]
+    assert join_parts([content(""), Part("call", "")]) == []

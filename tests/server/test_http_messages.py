@@ -263,6 +263,11 @@ async def test_a_cut_call_has_no_arguments():
         assert [(block.name, block.input) for block in message.content] == [("weather", {})]
         cut = await rebuilt(ai, tools=[WEATHER], max_tokens=60)
         assert cut.stop_reason == "max_tokens"
+        # The client completes the half that the stream has sent; only stop_reason says that it was cut.
+        assert [(block.name, block.input) for block in cut.content] == [("weather", {"city": "Rome"})]
+        sent = await events(client, ask(tools=[WEATHER], max_tokens=60))
+        halves = [data["delta"]["partial_json"] for name, data in sent if name == "content_block_delta"]
+        assert "".join(halves) == '{"city": "Rome"'
 
 
 async def test_the_tool_choice_none_leaves_text_as_it_is():

@@ -360,14 +360,8 @@ def test_calls_written_in_a_familys_format_come_back(
 
 def test_neighbours_are_joined_where_they_belong_together() -> None:
     """Two calls, or the texts around a call, stay apart; what says nothing parts no neighbours."""
-    parts = [
-        content("a"),
-        content(""),
-        content("b"),
-        call(0, "f", ""),
-        call(0, None, "{"),
-        call(0, None, "}"),
-    ]
-    parts += [call(1, "f", "{}"), content(""), Part("call", " ", 1), content("c")]
+    parts = [content("a"), content(""), content("b")]
+    parts += [call(0, "f", ""), Part("call", "{"), Part("call", "}"), call(1, "f", "{}"), content("")]
+    parts += [Part("call", " ", 1), content("c")]
     assert join_parts(parts) == [content("ab"), call(0, "f", "{}"), call(1, "f", "{} "), content("c")]
     assert join_parts([content(""), Part("call", "")]) == []

@@ -5,7 +5,9 @@ No torch here: plans are numpy arrays, the same for every backend.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -63,13 +65,45 @@ class RowCopy(NamedTuple):
     rows: int
 
 
+class Past:
+    """The tokens before the next one, kept so that a step costs what the newest token costs, not the whole.
+
+    One sequence owns it, and lets it grow between steps only: while one runs nobody changes it.
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.generated: list[int] = []  # for reading
+        self._prompt = prompt
+        self._places: dict[int, int] = {}
+        self._ids = array("q")
+        self._counts = array("q")
+
+    def append(self, token: int) -> None:
+        """Take in a generated token."""
+        self.generated.append(token)
+        place = self._places.setdefault(token, len(self._ids))
+        if place < len(self._ids):
+            self._counts[place] += 1
+        else:
+            self._ids.append(token)
+            self._counts.append(1)
+
+    @cached_property
+    def prompt_ids(self) -> Int64:
+        """The tokens of the prompt, each once."""
+        return np.unique(np.array(self._prompt, np.int64))
+
+    def counted(self) -> tuple[Int64, Int64]:
+        """The generated tokens, each once, and how often each came."""
+        return np.array(self._ids, np.int64), np.array(self._counts, np.int64)
+
+
 class SampleRow(NamedTuple):
     """One row whose logits are wanted, and how to choose from them.
 
     `row` indexes the step's rows. (seed, prompt_index, choice_index, position) key the random number.
-    `prompt` and `generated` are the sequence's tokens so far, given only where `params` or `constraint` ask
-    for them (see `needs_tokens`): nobody changes them while the step runs. `bound` is mirostat's surprise
-    bound in bits, None before the first token.
+    `past` are the sequence's tokens so far, given only where `params` or `constraint` ask for them (see
+    `needs_tokens`). `bound` is mirostat's surprise bound in bits, None before the first token.
     """
 
     row: int
@@ -78,8 +112,7 @@ class SampleRow(NamedTuple):
     prompt_index: int
     choice_index: int
     position: int
-    prompt: Sequence[int] = ()
-    generated: Sequence[int] = ()
+    past: Past | None = None
     constraint: Constraint | None = None
     bound: float | None = None
 

@@ -69,7 +69,8 @@ class Constraint(Protocol):
     """What one sequence may generate: a grammar and how far it has come. Made by TextCodec, one a sequence.
 
     It follows the tokens by itself, so a repeated, preempted or failed step asks again and gets the same.
-    Used by one thread at a time.
+    What it is told only ever grows, often as one and the same list: it looks at what is new, and neither
+    changes nor keeps the list. Used by one thread at a time.
     """
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import ConstraintFailed
-from engine.plan import SampleRow, needs_tokens
+from engine.plan import Past, SampleRow, needs_tokens
 from engine.sampling.ranking import Float32, Float64, Ids
 from engine.types import Constraint
 
@@ -40,14 +40,11 @@ def changed(logits: Float32, sample: SampleRow) -> Float32:
     if params.logit_bias:
         ids, biases = zip(*params.logit_bias, strict=True)
         np.add.at(row, np.array(ids), np.array(biases, np.float32))
-    generated = np.array(sample.generated, np.int64)
+    past = sample.past or Past(())
+    tokens, counts = past.counted()
     if params.repetition_penalty != 1.0:
-        seen = np.zeros(len(row), np.bool_)
-        seen[np.array(sample.prompt, np.int64)] = True
-        seen[generated] = True
-        _repeat_less(row, np.flatnonzero(seen), params.repetition_penalty)
-    if (params.frequency_penalty or params.presence_penalty) and len(generated):
-        tokens, counts = np.unique(generated, return_counts=True)
+        _repeat_less(row, np.concatenate((past.prompt_ids, tokens)), params.repetition_penalty)
+    if params.frequency_penalty or params.presence_penalty:
         _put(row, tokens, row[tokens] - (params.frequency_penalty * counts + params.presence_penalty))
     return row
 
@@ -78,7 +75,8 @@ def allowed(sample: SampleRow, vocab_size: int) -> Ids | None:
 def _mask(constraint: Constraint, sample: SampleRow, vocab_size: int) -> npt.NDArray[np.bool_]:
     """The constraint's mask as bool [vocab_size]; what it does not name is forbidden."""
     try:
-        bits = np.frombuffer(constraint.mask(sample.generated) or b"\0", np.uint8)
+        generated = () if sample.past is None else sample.past.generated
+        bits = np.frombuffer(constraint.mask(generated) or b"\0", np.uint8)
     except ConstraintFailed:
         raise
     except Exception as error:  # whatever a grammar runs into is its own sequence's affair
@@ -88,6 +86,7 @@ def _mask(constraint: Constraint, sample: SampleRow, vocab_size: int) -> npt.NDA
 
 
 def _repeat_less(row: Float32, ids: Ids, penalty: float) -> None:
+    """Once for each token, also where `ids` names one twice."""
     values = row[ids].astype(np.float64)
     values[values < 0.0] *= penalty
     # A penalty of 0 sends every positive logit to the top.

@@ -14,7 +14,6 @@ from engine.plan import (
     SampleRow,
     ScoreRows,
     StepPlan,
-    needs_tokens,
 )
 from engine.scheduling.cascade import CascadePlanner
 from engine.scheduling.sequence import Sequence
@@ -70,7 +69,6 @@ def assemble(step: int, chunks: list[Chunk], planner: CascadePlanner, wipe: tupl
 def _sample(seq: Sequence, row: int) -> SampleRow:
     """The sample of a sequence's last known token, which stands in `row`."""
     request = seq.request
-    told = request.constraint is not None or needs_tokens(request.params)
     return SampleRow(
         row,
         request.params,
@@ -78,8 +76,7 @@ def _sample(seq: Sequence, row: int) -> SampleRow:
         request.prompt_index,
         request.choice_index,
         seq.generated,
-        prompt=request.prompt if told else (),
-        generated=seq.tokens[seq.prompt_len :] if told else (),
+        past=seq.past,
         constraint=request.constraint,
         bound=seq.bound,
     )

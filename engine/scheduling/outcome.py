@@ -13,7 +13,7 @@ from engine.types import FinishReason, TokenLogprob
 class Outcome:
     """Carries over what steps give; has no state of its own. `context` is the most tokens of a sequence.
 
-    The only writer of `Sequence.tokens`, `high_water`, `scored` and `bound`.
+    The only writer of `Sequence.tokens`, `past`, `high_water`, `scored` and `bound`.
     """
 
     def __init__(self, roster: Roster, tables: PageTables, context: int) -> None:
@@ -79,9 +79,11 @@ class Outcome:
     def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         params, constraint = seq.request.params, seq.request.constraint
         ends = token in params.stop_token_ids and not params.ignore_eos
-        if constraint is not None and not ends:
-            # The grammar's end is the reply's: a token that only says so is not worth a step.
-            ends = constraint.complete([*seq.tokens[seq.prompt_len :], token])
+        if seq.past is not None:
+            seq.past.append(token)
+            if constraint is not None and not ends:
+                # The grammar's end is the reply's: a token that only says so is not worth a step.
+                ends = constraint.complete(seq.past.generated)
         seq.tokens.append(token)
         self._roster.counters.generated_tokens += 1
         reason: FinishReason | None = None

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from engine.plan import Past, needs_tokens
 from engine.types import CacheReceipt, EngineRequest, FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class Sequence:
     its rows have been published. `target` is the end of the prefill it was admitted for. `rank` orders
     sequences: who comes first is served first and loses its place last; while more urgent ones wait for its
     prefill it is as urgent as they are. `scored` are the prompt's
-    log-probabilities so far, `bound` is mirostat's.
+    log-probabilities so far, `bound` is mirostat's; `past` is there where the choice of tokens depends on
+    those before.
     """
 
     __slots__ = (
@@ -45,6 +47,7 @@ class Sequence:
         "id",
         "namespace",
         "node",
+        "past",
         "rank",
         "receipt",
         "request",
@@ -78,6 +81,8 @@ class Sequence:
         self.ending: FinishReason | None = None
         self.rank = own_rank(self)
         self.bound: float | None = None
+        told = request.constraint is not None or needs_tokens(request.params)
+        self.past = Past(request.prompt) if told else None
         # Nothing predicts a prompt's first token.
         starts = request.prompt_logprobs is not None and request.prompt_logprobs_from == 0
         self.scored: list[TokenLogprob | None] = [None] if starts else []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from engine.plan import SampleRow
+from engine.plan import Past, SampleRow
 from engine.types import Constraint, SamplingParams
 
 V = 49152
@@ -27,6 +27,9 @@ def row(
     **params,
 ) -> SampleRow:
     """A sample at an output position, after the prompt `before` and the tokens `generated`."""
+    past = Past(before)
+    for token in generated:
+        past.append(token)
     return SampleRow(
         0,
         SamplingParams(max_tokens=1, **params),
@@ -34,8 +37,7 @@ def row(
         prompt,
         choice,
         position,
-        before,
-        generated,
+        past,
         constraint,
         bound,
     )

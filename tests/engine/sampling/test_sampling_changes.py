@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.plan import SampleRow
+from engine.plan import Past, SampleRow
 from engine.sampling.changes import changed
 from engine.sampling.sampler import Sampler
 from tests.engine.sampling.samples import V, only, row, text_like
@@ -22,9 +24,11 @@ def greedy(logits: list[float], **changes) -> int:
     return Sampler(len(logits)).sample(torch.tensor([logits]), [row(temperature=0.0, **changes)]).tokens[0]
 
 
-def by_definition(logits: np.ndarray, sample: SampleRow) -> list[float]:
+def by_definition(
+    logits: np.ndarray, sample: SampleRow, prompt: list[int], generated: list[int]
+) -> list[float]:
     """The changes in their order, one token at a time, rounded to fp32 after each."""
-    params, prompt, generated = sample.params, list(sample.prompt), list(sample.generated)
+    params = sample.params
     bias = dict(params.logit_bias)
     values = []
     for i, raw in enumerate(logits.tolist()):
@@ -59,10 +63,22 @@ def test_changes_equal_the_definition(logits, bias, prompt, generated, repetitio
         temperature=0.0,
     )
     raw = np.array(logits, np.float32)
-    values = by_definition(raw, sample)
+    values = by_definition(raw, sample, prompt, generated)
     assert changed(raw, sample).tolist() == values
     drawn = Sampler(SMALL).sample(torch.from_numpy(raw)[None], [sample])
     assert drawn.tokens == [values.index(max(values))]
+
+
+def test_a_past_counts_each_token_once_however_it_has_grown():
+    past, tokens = Past((5, 3, 5, 9)), np.random.default_rng(0).integers(0, 40, 200).tolist()
+    first = past.prompt_ids
+    for length, token in enumerate(tokens):
+        ids, counts = past.counted()
+        assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == Counter(tokens[:length])
+        assert past.generated == tokens[:length]
+        past.append(token)
+    assert first.tolist() == [3, 5, 9]
+    assert past.prompt_ids is first, "a prompt is read once"
 
 
 def test_the_frequency_penalty_counts_and_the_presence_penalty_does_not():

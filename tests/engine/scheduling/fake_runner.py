@@ -7,6 +7,7 @@ What a sequence's tokens are is told from outside (`truth`), so that the schedul
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -62,7 +63,8 @@ class FakeRunner:
         tokens, errors = list[int](), dict[int, str]()
         for j, (sample, id) in enumerate(self._samples(plan)):
             try:
-                allow = allowed(sample.constraint, sample.generated)
+                generated = sample.past.generated if sample.past is not None else []
+                allow = allowed(sample.constraint, generated)
                 tokens.append(choose(sample.seed, self.truth[id].tokens, allow))
             except ConstraintFailed as error:
                 tokens.append(0)
@@ -132,9 +134,14 @@ class FakeRunner:
         request = truth.request
         told = request.constraint is not None or needs_tokens(request.params)
         assert sample.constraint is request.constraint
-        assert tuple(sample.prompt) == (request.prompt if told else ())
         generated = truth.tokens[len(request.prompt) :]
-        assert list(sample.generated) == (generated if told else [])
+        assert (sample.past is not None) == told
+        if sample.past is not None:
+            assert sample.past.generated == generated
+            assert sample.past.prompt_ids.tolist() == sorted(set(request.prompt))
+            ids, counts = sample.past.counted()
+            assert len(ids) == len(set(generated))
+            assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == Counter(generated)
         bound = None
         for position in range(len(generated)):
             bound = bound_after(request.params, bound, position)

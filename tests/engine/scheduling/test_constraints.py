@@ -6,6 +6,8 @@ with what their requests give alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.engine.scheduling.rig import Rig
@@ -87,6 +89,36 @@ def test_a_preempted_sequence_goes_on_in_the_same_place(at: int, evict: bool) ->
     rig.drain()
     assert (rig.streams[id].finish, len(rig.streams[id].tokens)) == ("stop", 9)
     assert script.masks == 9, "no token is asked for twice"
+
+
+class Witness(Script):
+    """A script that remembers what it was told."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.told: list[Sequence[int]] = []
+
+    def mask(self, generated: Sequence[int]) -> bytes:
+        self.told.append(generated)
+        return super().mask(generated)
+
+    def complete(self, generated: Sequence[int]) -> bool:
+        self.told.append(generated)
+        return super().complete(generated)
+
+
+def test_a_constraint_is_told_one_list_that_grows_and_nobody_elses() -> None:
+    """No token costs a copy of those before it; choices of one prompt keep apart, preempted or not."""
+    rig = Rig(64, 4)
+    choices = [Witness(9), Witness(9), Witness(5)]
+    ids = [rig.submit(PROMPT, 20, seed=i, constraint=choice) for i, choice in enumerate(choices)]
+    for _ in range(4):
+        rig.step()
+    rig.preempt(ids[1])
+    rig.clear()
+    rig.drain()
+    assert [len(choice.told) for choice in choices] == [18, 18, 10]
+    assert len({id(told) for choice in choices for told in choice.told}) == len(choices)
 
 
 def test_a_step_that_fails_moves_nobody_else() -> None:

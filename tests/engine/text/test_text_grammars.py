@@ -205,6 +205,35 @@ def test_tokens_that_are_not_the_ones_followed_fail(codec: TextCodec) -> None:
         grammar.start().mask(codec.encode_plain("]"))
 
 
+class Told(list[int]):
+    """Tokens that count how many of them were looked at."""
+
+    looked = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.looked += len(found) if isinstance(at, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        self.looked += len(self)
+        return super().__iter__()
+
+
+def test_a_constraint_looks_at_new_tokens_only(codec: TextCodec) -> None:
+    """However long the reply is, which may be told as one list that grows."""
+    grammar = codec.grammars.compile(GrammarSpec("json_object"))
+    tokens = wander(grammar.start(), codec, seed=1, limit=120)
+    assert len(tokens) > 60
+    one, each = grammar.start(), grammar.start()
+    told = Told()
+    for end, token in enumerate(tokens):
+        assert one.mask(told) == each.mask(tokens[:end])
+        told.append(token)
+        assert one.complete(told) == each.complete(tokens[: end + 1])
+    assert told.looked <= 4 * len(tokens)
+
+
 def test_one_spec_is_compiled_once_whoever_asks(small: TextCodec) -> None:
     """At once or later; and sequences share what was compiled."""
     tables: list[int] = []
@@ -232,7 +261,7 @@ def test_what_is_kept_is_bounded_in_number_and_size(small: TextCodec) -> None:
     assert few.compile(specs[2]) is kept[2]
     assert few.compile(specs[0]) is not kept[0]
     few.close()
-    small = Grammars(small._token_table, memory=kept[0].weight)
+    small = Grammars(small._token_table, memory=100 << 10)  # less than two of them, more where one was slow
     first = small.compile(specs[0])
     assert small.compile(specs[0]) is first
     small.compile(specs[1])

@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, KernelUnavailable
 from engine.kernels.library import load_library
 from engine.models import cuda_setup
+from engine.models.cuda import CudaCapture
 from engine.models.decoder import Decoder
 from engine.models.linear import has_packed_linear, native_bf16
 from engine.models.loader import load_model
@@ -30,7 +31,7 @@ def load_decoder(config: EngineConfig, location: ModelLocation) -> tuple[Decoder
     The reference executor always computes in float32, from the weights that the chosen dtype would have.
     """
     if config.executor == "flashinfer":
-        return cuda_setup.load_cuda_decoder(config, location), ()
+        return cuda_setup.load_cuda_decoder(config, location, capture=CudaCapture()), ()
     bf16 = native_bf16() and has_packed_linear()
     wants_bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and bf16)
     load = partial(load_model, location, max_context=config.max_context or None)
@@ -68,10 +69,8 @@ def make_pipeline(config: EngineConfig, decoder: Decoder, layers: int, pages: in
         attention = ReferenceAttention(shape, align=config.tile)
     elif config.executor == "flashinfer":
         attention = cuda_setup.make_cuda_attention(config, shape, decoder.dtype)
-        decoder = cuda_setup.with_graphs(decoder, attention)
     elif isinstance(decoder, NativeDecoder):
         attention = CompiledAttention(decoder.library, shape, decoder.dtype, tile=config.tile)
-        decoder = decoder.over(attention)
     else:
         attention = CpuAttention(shape, decoder.dtype, tile=config.tile)
     return Pipeline(decoder, attention, sampler)

@@ -59,9 +59,7 @@ class Pipeline:
         tokens, positions = np.zeros((2, padded), np.int64)
         tokens[: plan.rows] = plan.token_ids
         positions[: plan.rows] = plan.attention.positions
-        hidden = self.decoder.forward(
-            torch.from_numpy(tokens), torch.from_numpy(positions), self.attention.attend
-        )
+        hidden = self.decoder.forward(torch.from_numpy(tokens), torch.from_numpy(positions), self.attention)
         return hidden[: plan.rows]
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:

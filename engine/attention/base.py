@@ -70,6 +70,7 @@ class AttentionBackend(Protocol):
         """Write the rows' KV, then attend.
 
         q [rows, q_heads, head_dim], k and v [rows, kv_heads, head_dim], RoPE applied, in the model's
-        dtype, where rows may exceed the plan's (padding rows at the end: they write nothing and get
-        zeros). Returns [rows, q_heads * head_dim] in the model's dtype.
+        dtype, may be strided views whose last dimension is dense. Their rows may exceed the plan's
+        (padding rows at the end: they write nothing and get zeros). Returns [rows, q_heads * head_dim]
+        in the model's dtype.
         """

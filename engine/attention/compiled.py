@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import KvReads, KvShape
-from engine.attention.checks import CheckedPlan, Segments, check_plan
+from engine.attention.checks import CheckedPlan, Ints, Segments, check_plan
 from engine.kernels.library import Library, Pool, SegmentArrays, byref, huge_zeros
 from engine.plan import RowCopy, StepPlan
 
@@ -70,11 +70,11 @@ class CompiledAttention:
         self._arrays: tuple[object, ...] = ()
 
     @property
-    def rows(self) -> int:
-        """Rows of the step that has begun; RuntimeError if there is none."""
+    def positions(self) -> Ints:
+        """int64 [rows]: absolute positions of the step that has begun; RuntimeError if there is none."""
         if self._plan is None:
             raise RuntimeError("attend() without a successful begin()")
-        return len(self._plan.positions)
+        return self._plan.positions
 
     def copy_rows(self, copies: Sequence[RowCopy]) -> None:
         """Copy KV rows from page to page, in every layer. ValueError if out of range."""
@@ -133,7 +133,7 @@ class CompiledAttention:
         self._plan = checked
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = self.rows
+        rows = len(self.positions)
         if {q.dtype, k.dtype, v.dtype} != {self._dtype} or min(len(q), len(k), len(v)) < rows:
             raise ValueError(f"{len(q)} rows of {q.dtype} for a step of {rows} of {self._dtype}")
         out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])

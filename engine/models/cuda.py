@@ -8,29 +8,24 @@ offset) for a whole call, and break ties between threads.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.attention.base import AttentionBackend
+from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.flashinfer_graph import GraphKey
 from engine.attention.flashinfer_library import load_flashinfer
 from engine.models.config import ModelConfig
-from engine.models.decoder import Attend, Decoder, Layer
+from engine.models.decoder import Decoder, Layer
 from engine.models.linear import Arithmetic, Linear, PlainLinear
 
 # Rows of every matrix product in deterministic mode: one tile of rows, so that all of them are summed alike.
 _TILE_ROWS = 16
-
-
-class Planned(Protocol):
-    """An attention executor that says which graph the planned step fits, if any."""
-
-    @property
-    def graph_key(self) -> GraphKey | None: ...
-
 
 # Runs a function that gives a tensor, and makes it repeatable: (replay, the tensor that replay refills).
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
@@ -49,12 +44,26 @@ class _Block(NamedTuple):
     down: PlainLinear
 
 
+class _Captured(NamedTuple):
+    """A captured forward pass: what replay reads, and what it refills."""
+
+    token_ids: Tensor
+    positions: Tensor
+    replay: Callable[[], object]
+    hidden: Tensor
+
+
+# A capture holds the addresses of an executor's memory, so it is good for that one, and as long as it lives.
+_Captures = WeakKeyDictionary[FlashInferAttention, dict[GraphKey, _Captured]]
+
+
 class CudaDecoder(Decoder):
     """A Decoder whose weights lie on a GPU. Token ids and positions may be given on the CPU, hidden rows
     stay on the device, logits come back to the CPU.
 
     `deterministic` runs every matrix product with the same number of rows, so that no row's bits depend on
-    what runs beside it. A token or position out of range is not reported as IndexError here.
+    what runs beside it. With `capture`, steps that FlashInferAttention plans in a graph's shapes are captured
+    once and replayed. A token or position out of range is not reported as IndexError here.
     """
 
     def __init__(
@@ -62,47 +71,44 @@ class CudaDecoder(Decoder):
         config: ModelConfig,
         *,
         embedding: Tensor,
-        layers: Sequence[Layer],
+        layers: Iterable[Layer[Linear]],
         final_norm: Tensor,
         head: Linear,
         arithmetic: Arithmetic,
         deterministic: bool = False,
+        capture: Capture | None = None,
     ) -> None:
-        """All tensors on one device; the linears are PlainLinear. Raises ConfigError without FlashInfer."""
-        super().__init__(
-            config, embedding=embedding, layers=(), final_norm=final_norm, head=head, arithmetic=arithmetic
-        )
+        """See TorchDecoder. All tensors on one device; the linears are PlainLinear. Raises ConfigError
+        without FlashInfer."""
+        super().__init__(config, embedding=embedding, final_norm=final_norm, arithmetic=arithmetic)
+        self._head = _plain(head)
         self._flashinfer = load_flashinfer()
         self._device = embedding.device
         self._rope = self._rope.to(self._device)
         self._deterministic = deterministic
         self._blocks = tuple(_block(layer) for layer in layers)
-        self._graphs: _Graphs | None = None
-
-    def with_graphs(self, attention: Planned, capture: Capture) -> CudaDecoder:
-        """The same decoder, replaying steps that `attention` plans in a graph's shapes."""
-        other = copy.copy(self)
-        other._graphs = _Graphs(attention, capture)
-        return other
+        self._capture = capture
+        self._captured = _Captures()
 
     def padded_rows(self, n: int) -> int:
-        """Rows to which the step just planned must be padded."""
-        if self._graphs is not None and (key := self._graphs.attention.graph_key) is not None:
-            return key.rows
         return -(-n // _TILE_ROWS) * _TILE_ROWS if self._deterministic else n
 
     def shallow(self, layers: int) -> CudaDecoder:
         other = copy.copy(self)
         other._blocks = self._blocks[:layers]
+        other._captured = _Captures()
         return other
 
     @torch.no_grad()
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """See Decoder.forward. The result is overwritten by the next call."""
-        key = self._graphs.attention.graph_key if self._graphs is not None else None
-        if self._graphs is None or key is None:
-            return self._run(token_ids.to(self._device), positions.to(self._device), attend)
-        return self._graphs.run(key, token_ids, positions, self._device, self._run, attend)
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """See Decoder. The result, in `dtype`, is overwritten by the next call."""
+        if (
+            self._capture is not None
+            and isinstance(attention, FlashInferAttention)
+            and attention.graph_key is not None
+        ):
+            return self._replay(self._capture, token_ids, positions, attention, attention.graph_key)
+        return self._run(token_ids.to(self._device), positions.to(self._device), attention)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -114,16 +120,37 @@ class CudaDecoder(Decoder):
         normed = functional.rms_norm(
             wide, (self.config.hidden_size,), self._final_norm, self.config.rms_norm_eps
         )
-        assert isinstance(self._head, PlainLinear)
         return self._times(normed, self._head)[:rows].cpu()
 
-    def _run(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _replay(
+        self,
+        capture: Capture,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: FlashInferAttention,
+        key: GraphKey,
+    ) -> Tensor:
+        """Run a step in the shapes of `key`, captured when it is first needed."""
+        rows = len(token_ids)
+        token_ids, positions = (functional.pad(x, (0, key.rows - rows)) for x in (token_ids, positions))
+        captured = self._captured.setdefault(attention, {})
+        found = captured.get(key)
+        if found is None:
+            tokens, places = (x.to(self._device, copy=True) for x in (token_ids, positions))
+            replay, hidden = capture(lambda: self._run(tokens, places, attention))
+            found = captured[key] = _Captured(tokens, places, replay, hidden)
+        found.token_ids.copy_(token_ids)
+        found.positions.copy_(positions)
+        found.replay()
+        return found.hidden[:rows]
+
+    def _run(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         library, eps = self._flashinfer, self.config.rms_norm_eps
         residual = self._embedding.index_select(0, token_ids)
         normed = library.rmsnorm(residual, self._blocks[0].attention_norm, eps)
         for index, block in enumerate(self._blocks):
             q, k, v = self._qkv_of(block, normed, positions)
-            normed = self._times(attend(index, q, k, v), block.out)
+            normed = self._times(attention.attend(index, q, k, v), block.out)
             library.fused_add_rmsnorm(normed, residual, block.mlp_norm, eps)
             normed = self._times(library.silu_and_mul(self._times(normed, block.gate_up)), block.down)
             if index + 1 < len(self._blocks):
@@ -150,41 +177,6 @@ class CudaDecoder(Decoder):
         return torch.cat([linear.apply(part) for part in torch.split(x, _TILE_ROWS)])
 
 
-class _Captured(NamedTuple):
-    token_ids: Tensor
-    positions: Tensor
-    replay: Callable[[], object]
-    hidden: Tensor
-
-
-class _Graphs:
-    """Captured forward passes, one a GraphKey, captured when one is first needed."""
-
-    def __init__(self, attention: Planned, capture: Capture) -> None:
-        self.attention = attention
-        self._capture = capture
-        self._captured: dict[GraphKey, _Captured] = {}
-
-    def run(
-        self,
-        key: GraphKey,
-        token_ids: Tensor,
-        positions: Tensor,
-        device: torch.device,
-        forward: Callable[[Tensor, Tensor, Attend], Tensor],
-        attend: Attend,
-    ) -> Tensor:
-        found = self._captured.get(key)
-        if found is None:
-            tokens, places = token_ids.to(device, copy=True), positions.to(device, copy=True)
-            replay, hidden = self._capture(lambda: forward(tokens, places, attend))
-            found = self._captured[key] = _Captured(tokens, places, replay, hidden)
-        found.token_ids.copy_(token_ids)
-        found.positions.copy_(positions)
-        found.replay()
-        return found.hidden
-
-
 class CudaCapture:
     """Capture by CUDA graphs, which share one memory pool: one runs at a time, and its result is used before
     the next."""
@@ -206,7 +198,7 @@ class CudaCapture:
         return graph.replay, hidden
 
 
-def _block(layer: Layer) -> _Block:
+def _block(layer: Layer[Linear]) -> _Block:
     gate, up = _plain(layer.gate), _plain(layer.up)
     return _Block(
         layer.attention_norm,

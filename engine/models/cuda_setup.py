@@ -12,7 +12,7 @@ from engine.attention.flashinfer_graph import GraphLimits
 from engine.attention.flashinfer_library import load_flashinfer
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.models.cuda import CudaCapture, CudaDecoder
+from engine.models.cuda import Capture, CudaDecoder
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.store import ModelLocation
@@ -28,8 +28,10 @@ _MOST_CAPTURED_ROWS = 256
 _MOST_INDICES = 4 << 20
 
 
-def load_cuda_decoder(config: EngineConfig, location: ModelLocation, device: str = "cuda") -> Decoder:
-    """Load a model in bfloat16 to the GPU. ConfigError for another dtype."""
+def load_cuda_decoder(
+    config: EngineConfig, location: ModelLocation, device: str = "cuda", capture: Capture | None = None
+) -> Decoder:
+    """Load a model in bfloat16 to the GPU; see CudaDecoder for `capture`. ConfigError for another dtype."""
     if config.dtype == "float32":
         raise ConfigError("HEADWATER_DTYPE=float32 is not served by the flashinfer executor: take bfloat16")
     return load_model(
@@ -38,7 +40,7 @@ def load_cuda_decoder(config: EngineConfig, location: ModelLocation, device: str
         arithmetic="cuda",
         max_context=config.max_context or None,
         device=device,
-        build=partial(CudaDecoder, deterministic=config.deterministic),
+        build=partial(CudaDecoder, deterministic=config.deterministic, capture=capture),
     )
 
 
@@ -55,13 +57,6 @@ def make_cuda_attention(
         graphs=GraphLimits(rows, indices=min(rows * shape.num_pages, _MOST_INDICES)),
         tile=config.tile,
     )
-
-
-def with_graphs(decoder: Decoder, attention: object) -> Decoder:
-    """The decoder that replays what `attention` plans for a graph; any other decoder as it is."""
-    if isinstance(decoder, CudaDecoder) and isinstance(attention, FlashInferAttention):
-        return decoder.with_graphs(attention, CudaCapture())
-    return decoder
 
 
 def gpu_memory() -> tuple[float, float]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.errors import ModelError, UnsupportedModel
 from engine.models import store
 from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder, Layer
+from engine.models.decoder import Decoder, Layer, TorchDecoder
 from engine.models.linear import Arithmetic, Linear, choose_arithmetic, make_linear
 from engine.models.sources import FolderSource, GgufSource, Source
 from engine.models.store import ModelLocation
@@ -42,7 +42,7 @@ def load_model(
     max_context: int | None = None,
     round_to_bf16: bool = False,
     device: torch.device | str = "cpu",
-    build: Callable[..., Decoder] = Decoder,
+    build: Callable[..., Decoder] = TorchDecoder,
 ) -> Decoder:
     """Load a model to run in `dtype` (bfloat16 or float32).
 
@@ -129,7 +129,7 @@ class _Builder:
             weight = self._tensor(_HEAD, shape, torch.float32)
         return make_linear(weight, None, self._arithmetic)
 
-    def _layer(self, prefix: str) -> Layer:
+    def _layer(self, prefix: str) -> Layer[Linear]:
         config = self._config
         hidden, wide = config.hidden_size, config.intermediate_size
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.base import AttentionBackend
 from engine.attention.compiled import CompiledAttention, heads_refusal
 from engine.errors import KernelUnavailable
 from engine.kernels.library import (
@@ -25,7 +26,7 @@ from engine.kernels.library import (
     huge_zeros,
 )
 from engine.models.config import ModelConfig
-from engine.models.decoder import Attend, Decoder, Layer
+from engine.models.decoder import Decoder, Layer
 from engine.models.linear import Arithmetic, Linear, PlainLinear
 
 
@@ -61,19 +62,6 @@ class NativeLinear:
         return out[:, : self.out]
 
 
-class NativeLayer(NamedTuple):
-    """Weights of one layer, as decoder.Layer: norms fp32, `qk_norm` [heads + kv_heads, head_dim] or None."""
-
-    attention_norm: Tensor
-    qkv: NativeLinear
-    qk_norm: Tensor | None
-    out: NativeLinear
-    mlp_norm: Tensor
-    gate: NativeLinear
-    up: NativeLinear
-    down: NativeLinear
-
-
 class NativeDecoder(Decoder):
     """A Decoder whose forward pass is one call of the kernel, over the pages of a CompiledAttention.
 
@@ -85,35 +73,26 @@ class NativeDecoder(Decoder):
         config: ModelConfig,
         *,
         embedding: Tensor,
-        layers: Iterable[Layer],
+        layers: Iterable[Layer[Linear]],
         final_norm: Tensor,
         head: Linear,
         arithmetic: Arithmetic,
         library: Library,
     ) -> None:
-        """The linears are PlainLinear; each layer is packed and dropped before the next is taken.
+        """See TorchDecoder. The linears are PlainLinear; each layer is packed and dropped before the next is
+        taken.
 
         Raises KernelUnavailable, before it takes any, for a model that the kernel has no code for.
         """
         problem = refusal(library, config, embedding.dtype)
         if problem:
             raise KernelUnavailable(problem)
-        super().__init__(
-            config, embedding=embedding, layers=(), final_norm=final_norm, head=head, arithmetic=arithmetic
-        )
+        super().__init__(config, embedding=embedding, final_norm=final_norm, arithmetic=arithmetic)
         self.library = library
-        self._blocks = tuple(_block(library, layer) for layer in layers)
-        self._native_head = _pack_linear(library, head, self.dtype)
-        del self._head  # as large as the packed one
-        self._attention: CompiledAttention | None = None
-        self._table = (LayerWeights * len(self._blocks))(*(_weights(block) for block in self._blocks))
-        self._model = self._weights(len(self._blocks))
-
-    def over(self, attention: CompiledAttention) -> NativeDecoder:
-        """The same decoder, running over the pages of `attention`."""
-        other = copy.copy(self)
-        other._attention = attention
-        return other
+        self._layers = tuple(_packed(library, layer) for layer in layers)
+        self._head = _pack_linear(library, head, self.dtype)
+        self._table = (LayerWeights * len(self._layers))(*(_weights(layer) for layer in self._layers))
+        self._model = self._weights(len(self._layers))
 
     def padded_rows(self, n: int) -> int:
         return n
@@ -123,20 +102,22 @@ class NativeDecoder(Decoder):
         other._model = self._weights(layers)
         return other
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run the step that the executor of `over` has begun; `attend` is that executor's own.
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """See Decoder. Hidden rows of padding are zeros.
 
-        Returns fp32 [rows, hidden] before the final norm. Raises IndexError for a token or position out of
-        range.
+        The kernel takes positions from the step: ValueError for others. TypeError for an executor other than
+        CompiledAttention, whose pages the kernel reads.
         """
-        attention = self._attention
-        if attention is None:
-            raise RuntimeError("forward() before over()")
-        if len(token_ids) != attention.rows:
-            raise ValueError(f"{len(token_ids)} tokens in a step of {attention.rows} rows")
+        if not isinstance(attention, CompiledAttention):
+            raise TypeError(f"the kernel runs over the pages of CompiledAttention, not {attention.name}")
+        begun = attention.positions
+        rows = len(begun)
+        if len(token_ids) < rows or not np.array_equal(positions[:rows].numpy(), begun):
+            raise ValueError(f"{len(token_ids)} rows are not those of the step of {rows} rows that has begun")
         _check_range("a token is out of the vocabulary", token_ids, self.config.vocab_size)
         _check_range("a position is out of the context", positions, self.config.context_length)
-        hidden = torch.empty(attention.rows, self.config.hidden_size)
+        hidden = torch.empty(len(token_ids), self.config.hidden_size)
+        hidden[rows:] = 0
         self.library.forward(
             byref(self._model),
             attention.step,
@@ -148,7 +129,7 @@ class NativeDecoder(Decoder):
 
     def logits(self, hidden: Tensor) -> Tensor:
         hidden = hidden.float().contiguous()
-        rows, padded = hidden.shape[0], self._native_head.padded_out
+        rows, padded = hidden.shape[0], self._head.padded_out
         normed = torch.empty(rows, self.config.hidden_size, dtype=self.dtype)
         out = torch.empty(rows, padded)
         if rows:
@@ -166,7 +147,7 @@ class NativeDecoder(Decoder):
             *(layers, config.hidden_size, config.intermediate_size),
             *(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps),
             *(self._embedding.data_ptr(), self._rope.data_ptr(), self._table),
-            *(self._final_norm.data_ptr(), self._native_head.weights),
+            *(self._final_norm.data_ptr(), self._head.weights),
         )
 
 
@@ -191,13 +172,14 @@ def _pack(weight: Tensor, panel: int, pair: int) -> Tensor:
     return packed
 
 
-def _block(library: Library, layer: Layer) -> NativeLayer:
+def _packed(library: Library, layer: Layer[Linear]) -> Layer[NativeLinear]:
+    """The same weights, the linears packed and the norms in fp32."""
     dtype = layer.attention_norm.dtype
     linears = {
         name: _pack_linear(library, getattr(layer, name), dtype)
         for name in ("qkv", "out", "gate", "up", "down")
     }
-    return NativeLayer(
+    return Layer(
         attention_norm=layer.attention_norm.float(),
         qk_norm=None if layer.qk_norm is None else layer.qk_norm.float().contiguous(),
         mlp_norm=layer.mlp_norm.float(),
@@ -216,7 +198,7 @@ def _check_range(problem: str, values: Tensor, end: int) -> None:
         raise IndexError(problem)
 
 
-def _weights(layer: NativeLayer) -> LayerWeights:
+def _weights(layer: Layer[NativeLinear]) -> LayerWeights:
     return LayerWeights(
         layer.attention_norm.data_ptr(),
         layer.qkv.weights,

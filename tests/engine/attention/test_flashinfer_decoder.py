@@ -16,7 +16,6 @@ from engine.attention.reference import ReferenceAttention
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models import cuda_setup, store
-from engine.models.cuda import CudaDecoder
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.pipeline import Pipeline
@@ -50,14 +49,12 @@ def capture(forward: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], 
 
 def gpu_pipeline(model: Path, *, deterministic: bool = False, graph_rows: int = 0) -> Pipeline:
     config = EngineConfig(model=str(model), deterministic=deterministic)
-    decoder = cuda_setup.load_cuda_decoder(config, store.resolve(str(model)), device="cpu")
-    assert isinstance(decoder, CudaDecoder)
+    decoder = cuda_setup.load_cuda_decoder(config, store.resolve(str(model)), "cpu", capture)
     limits = GraphLimits(graph_rows, 500)
     attention = FlashInferAttention(
         kv_shape(decoder), decoder.dtype, device="cpu", deterministic=deterministic, graphs=limits
     )
-    pipeline = Pipeline(decoder.with_graphs(attention, capture), attention, Sampler(VOCAB))
-    return pipeline
+    return Pipeline(decoder, attention, Sampler(VOCAB))
 
 
 def oracle_pipeline(model: Path) -> Pipeline:
@@ -111,6 +108,22 @@ def test_replayed_decode_steps_give_the_rows_of_eager_ones(launches: Launches, m
         given = logits(graphed, decode(step))
         assert graphed.attention.graph_key == GraphKey(4, 1)  # type: ignore[attr-defined]
         torch.testing.assert_close(given, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_graphs_belong_to_the_pages_and_the_layers_that_they_were_captured_with(
+    launches: Launches, model: Path
+) -> None:
+    """One decoder serves several executors, and is shallow beside deep: none replays what is another's."""
+    deep, eager = gpu_pipeline(model, graph_rows=4), gpu_pipeline(model)
+    shallow = Pipeline(deep.decoder.shallow(1), deep.attention, deep.sampler)
+    other = Pipeline(deep.decoder, gpu_pipeline(model, graph_rows=4).attention, deep.sampler)
+    flat = Pipeline(eager.decoder.shallow(1), eager.attention, eager.sampler)
+    for pipeline, expected in ((deep, eager), (shallow, flat), (other, eager)):
+        logits(pipeline, prefill())
+        logits(expected, prefill())
+        for step in range(2):
+            given = logits(pipeline, decode(step))
+            torch.testing.assert_close(given, logits(expected, decode(step)), rtol=2e-2, atol=2e-2)
 
 
 def test_deterministic_products_all_have_the_same_shape(

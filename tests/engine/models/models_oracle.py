@@ -66,15 +66,17 @@ def tokens(count: int, vocab: int = VOCAB) -> Tensor:
     return torch.randint(3, vocab, (count,), generator=torch.Generator().manual_seed(7))
 
 
-def causal(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+class Causal:
     """Attention of one sequence whose row r stands at position r, in fp32, written out."""
-    rows, heads, head_dim = q.shape
-    group = heads // k.shape[1]
-    keys, values = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
-    scores = torch.einsum("rhd,shd->hrs", q.float(), keys) * head_dim**-0.5
-    hidden = torch.ones(rows, rows, dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return torch.einsum("hrs,shd->rhd", weights, values).reshape(rows, -1).to(q.dtype)
+
+    def attend(self, _layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows, heads, head_dim = q.shape
+        group = heads // k.shape[1]
+        keys, values = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+        scores = torch.einsum("rhd,shd->hrs", q.float(), keys) * head_dim**-0.5
+        hidden = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return torch.einsum("hrs,shd->rhd", weights, values).reshape(rows, -1).to(q.dtype)
 
 
 def ours(decoder: Decoder, ids: Tensor) -> Tensor:
@@ -83,7 +85,7 @@ def ours(decoder: Decoder, ids: Tensor) -> Tensor:
     padding = decoder.padded_rows(count) - count
     padded = torch.cat((ids, ids.new_zeros(padding)))
     positions = torch.cat((torch.arange(count), ids.new_zeros(padding)))
-    return decoder.logits(decoder.forward(padded, positions, causal)[:count])
+    return decoder.logits(decoder.forward(padded, positions, Causal())[:count])  # type: ignore[arg-type]
 
 
 def theirs(model: Any, ids: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ import torch
 from models_oracle import assert_same, save, small_model, theirs, tokens
 from torch import Tensor
 
+from engine.attention.base import KvShape
+from engine.attention.reference import ReferenceAttention
 from engine.config import EngineConfig
 from engine.errors import KernelUnavailable
 from engine.executors import load_decoder, make_pipeline
@@ -17,7 +19,7 @@ from engine.kernels.library import load_library
 from engine.models import store
 from engine.models.loader import load_model
 from engine.models.native import NativeDecoder
-from engine.pipeline import Pipeline
+from engine.pipeline import Padding, Pipeline
 from engine.scratch import Chunk, flat_plan
 from tests.kernels import needs_kernel
 
@@ -99,11 +101,28 @@ def test_tokens_and_positions_out_of_range_are_errors(tmp_path: Path) -> None:
         native.hidden(flat_plan([Chunk(1, 128, [5])], 16, 32))
 
 
-def test_it_runs_over_its_own_pages_only(tmp_path: Path) -> None:
+def test_it_runs_the_step_that_its_own_executor_has_begun_and_no_other(tmp_path: Path) -> None:
     native = pipeline(save(small_model("llama"), tmp_path))
-    bare = native.decoder.shallow(1)
-    assert isinstance(bare, NativeDecoder)
-    bare._attention = None
-    ids = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(RuntimeError, match=r"before over\(\)"):
-        bare.forward(ids, ids, native.attention.attend)
+    ids = torch.tensor([5, 6, 7])
+    forward = native.decoder.forward
+    with pytest.raises(RuntimeError, match=r"without a successful begin\(\)"):
+        forward(ids, torch.arange(3), native.attention)
+    native.attention.begin(flat_plan([Chunk(1, 0, ids.tolist())], 16, 32))
+    with pytest.raises(ValueError, match="not those of the step of 3 rows"):
+        forward(ids, torch.arange(1, 4), native.attention)
+    with pytest.raises(ValueError, match="2 rows are not those"):
+        forward(ids[:2], torch.arange(2), native.attention)
+    reference = ReferenceAttention(KvShape(3, 64, 16, 4, 2, 16), align=32)
+    with pytest.raises(TypeError, match="over the pages of CompiledAttention, not reference"):
+        forward(ids, torch.arange(3), reference)
+
+
+def test_padding_that_the_probe_may_ask_for_changes_no_bit(tmp_path: Path) -> None:
+    native = pipeline(save(small_model("llama"), tmp_path))
+    ids = tokens(5)
+    exact = logits(native, ids, 5)
+    native.pad(Padding(rows=8, queries=16))
+    assert torch.equal(logits(native, ids, 5), exact)
+    native.attention.begin(flat_plan([Chunk(1, 0, ids.tolist())], 16, 32))
+    padded, positions = (torch.cat((x, x.new_zeros(3))) for x in (ids, torch.arange(5)))
+    assert not native.decoder.forward(padded, positions, native.attention)[5:].any()

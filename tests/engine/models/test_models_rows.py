@@ -19,16 +19,18 @@ COMPANY = (1, 2, 3, 5, 9, 10, 11, 17, 33, 100, 257)
 DTYPES = [torch.float32, *([torch.bfloat16] if native_bf16() else [])]
 
 
-def alone(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+class Alone:
     """In place of attention: each row gives itself, so that rows meet in the model's own operations only."""
-    kv = torch.cat((k, v), dim=1).repeat(1, -(-q.shape[1] // (2 * k.shape[1])), 1)[:, : q.shape[1]]
-    return (q + kv).reshape(q.shape[0], -1)
+
+    def attend(self, _layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv = torch.cat((k, v), dim=1).repeat(1, -(-q.shape[1] // (2 * k.shape[1])), 1)[:, : q.shape[1]]
+        return (q + kv).reshape(q.shape[0], -1)
 
 
 def run(decoder: Decoder, ids: Tensor, positions: Tensor) -> Tensor:
     padding = decoder.padded_rows(len(ids)) - len(ids)
     wide = [torch.cat((x, x.new_zeros(padding))) for x in (ids, positions)]
-    return decoder.forward(wide[0], wide[1], alone)[: len(ids)]
+    return decoder.forward(wide[0], wide[1], Alone())[: len(ids)]  # type: ignore[arg-type]
 
 
 def assert_rows_are_independent(decoder: Decoder) -> None:

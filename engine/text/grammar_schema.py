@@ -142,6 +142,7 @@ def _check_keywords(spot: _Spot, name: str) -> None:
         )
     if "const" in schema:
         _check_data(schema["const"], f"{spot.path}.const", name)
+    _narrow(schema)
     for keyword in _NUMBERS:
         _check_data(schema.get(keyword), f"{spot.path}.{keyword}", name)
     least, required = schema.get("minProperties"), schema.get("required")
@@ -152,6 +153,26 @@ def _check_keywords(spot: _Spot, name: str) -> None:
             f"{name} has minProperties {least} at {spot.path[:200]}, which can't be enforced:"
             f" {named} properties are required there"
         )
+
+
+def _narrow(schema: dict[str, Any]) -> None:
+    """Hold an integer whose bounds are wider than exact numbers (those of 64 bits, say) to the exact ones.
+
+    What such a grammar takes is valid by the schema's own bounds. A bound that only numbers beyond can meet
+    stays as it is, and is refused.
+    """
+    if schema.get("type") != "integer":
+        return
+    for bound, exclusive, sign in (("maximum", "exclusiveMaximum", 1), ("minimum", "exclusiveMinimum", -1)):
+        wide = [
+            keyword
+            for keyword in (bound, exclusive)
+            if isinstance(value := schema.get(keyword), (int, float)) and sign * value > _MAX_EXACT
+        ]
+        for keyword in wide:
+            del schema[keyword]
+        if wide and bound not in schema:
+            schema[bound] = sign * _MAX_EXACT
 
 
 def _check_data(value: Any, path: str, name: str) -> None:

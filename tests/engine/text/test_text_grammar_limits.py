@@ -136,6 +136,11 @@ def test_a_number_that_would_become_another_one_is_refused(
         assert f"the number {number} at $.{keyword}[0], which can't be enforced" in inside
 
 
+def test_a_bound_that_only_larger_numbers_meet_is_refused(strict: Callable[[Any], str]) -> None:
+    assert "beyond 2**53" in strict({"type": "integer", "minimum": 2**60, "maximum": 2**63 - 1})
+    assert "beyond 2**53" in strict({"type": "number", "maximum": 2**63 - 1})
+
+
 def test_what_only_a_reference_reaches_is_checked_too(strict: Callable[[Any], str]) -> None:
     """O067: a path may lead to schemas that stand where nothing else looks for them."""
     hidden = {"components": {"a b": [{"type": "object", "minProperties": 2}]}}

@@ -142,5 +142,25 @@ def test_a_number_that_is_taken_comes_back_as_it_is(
         assert json.loads(codec.decode(wander(constraint, codec, seed=1))) == number
 
 
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"minimum": 0, "maximum": 2**63 - 1},
+        {"minimum": -(2**63), "exclusiveMaximum": 2**63},
+        {"exclusiveMinimum": -1e19, "maximum": 2**64, "exclusiveMaximum": 10},
+    ],
+)
+def test_an_integers_wide_bounds_hold_it_to_exact_numbers(
+    codec: TextCodec, compile: Callable[[Any], CompiledGrammar], bounds: dict[str, float]
+) -> None:
+    """Schemas made from 64-bit types say so; what comes is exact, and within the schema's own bounds."""
+    grammar = compile({"type": "integer", **bounds})
+    low, high = bounds.get("minimum", -(2**53)), bounds.get("exclusiveMaximum", 2**53)
+    for number in (7, max(-7, low), max(-(2**53), low), min(2**53, high - 1)):
+        assert accepts(grammar, codec, str(int(number)))
+    for number in (2**53 + 1, -(2**53) - 1, 2**63, high if high < 2**53 else 10**30):
+        assert not accepts(grammar, codec, str(int(number)))
+
+
 def _written(char: str) -> str:
     return json.dumps(char, ensure_ascii=False)

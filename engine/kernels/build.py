@@ -11,9 +11,12 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from engine import machine
@@ -32,7 +35,14 @@ _FLAGS = (
     "-ffp-contract=off",  # a product and a sum are one rounding only where the source says so
 )
 _TIMEOUT_S = 300.0
+# Folders to compile in. One that is older than this is nobody's: its process was killed.
+_PREFIX = "tmp"
+_STALE_S = 3600.0
 _COMPILERS = ("g++", "clang++", "c++")
+
+# What this process compiles at the moment, for `interrupt`: one kernel at a time.
+_building = threading.Lock()
+_processes: set[subprocess.Popen[str]] = set()
 
 
 def build(architecture: str = "native") -> Path:
@@ -42,13 +52,24 @@ def build(architecture: str = "native") -> Path:
     KernelUnavailable, in one line, where there is no compiler or it fails.
     """
     command = [*find_compiler(), *_FLAGS, f"-march={architecture}"]
-    folder, key = machine.cache_dir() / "kernels", _key(command)
-    for path in folder.glob(f"cpu-{key}-*.so"):
-        if path.name == _name(key, path):
-            return path
-        logger.warning("%s is damaged: compiling it anew", path)
-        path.unlink(missing_ok=True)
-    return _compile(command, folder, key)
+    with _building:
+        folder, key = machine.cache_dir() / "kernels", _key(command)
+        for path in folder.glob(f"cpu-{key}-*.so"):
+            if path.name == _name(key, path):
+                return path
+            logger.warning("%s is damaged: compiling it anew", path)
+            path.unlink(missing_ok=True)
+        return _compile(command, folder, key)
+
+
+def interrupt() -> None:
+    """End what another thread compiles, if anything: its `build` raises, and on return its files are gone."""
+    for _ in range(100):  # 2 s: the disk may hang
+        if _building.acquire(timeout=0.02):
+            _building.release()
+            break
+        for process in tuple(_processes):
+            _kill(process)
 
 
 def sources() -> list[Path]:
@@ -91,9 +112,10 @@ def _compile(command: list[str], folder: Path, key: str) -> Path:
     logger.info("compiling the CPU kernel for this CPU, once")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as work:
+        _sweep(folder)
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder) as work:
             made = Path(work) / "kernel.so"
-            _run([*command, str(Path(__file__).parent / _SOURCE), "-o", str(made)])
+            _run([*command, str(Path(__file__).parent / _SOURCE), "-o", str(made)], TMPDIR=work)
             if not made.exists():
                 raise KernelUnavailable(f"{command[0]} made no file")
             with made.open("rb+") as file:
@@ -105,25 +127,45 @@ def _compile(command: list[str], folder: Path, key: str) -> Path:
     return target
 
 
-def _run(command: list[str]) -> str:
+def _sweep(folder: Path) -> None:
+    """Remove what a process that was killed while it compiled has left."""
+    for left in folder.glob(_PREFIX + "*"):
+        with suppress(OSError):  # another start sweeps too
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                shutil.rmtree(left)
+
+
+def _run(command: list[str], **environment: str) -> str:
     """Its output. In a session of its own: an interrupt is for the server to act on, not for the compiler."""
     try:
-        done = subprocess.run(
+        with subprocess.Popen(
             command,
-            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env={**os.environ, "LC_ALL": "C"},
-            timeout=_TIMEOUT_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
+            env={**os.environ, "LC_ALL": "C", **environment},
             start_new_session=True,
-        )
+        ) as process:
+            _processes.add(process)
+            try:
+                said, complaint = process.communicate(timeout=_TIMEOUT_S)
+            finally:
+                _processes.discard(process)
+                _kill(process)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelUnavailable(f"{command[0]} can't be run: {error}") from None
-    if done.returncode:
-        logger.debug("%s says: %s", command[0], done.stderr)
-        lines = done.stderr.splitlines() or [f"status {done.returncode}"]
+    if process.returncode:
+        logger.debug("%s says: %s", command[0], complaint)
+        lines = complaint.splitlines() or [f"status {process.returncode}"]
         reason = next((line for line in lines if "error" in line or "No space" in line), lines[0])
         raise KernelUnavailable(f"{command[0]} failed: {reason}")
-    return done.stdout
+    return said
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a compiler that still runs, and the processes that do its work."""
+    with suppress(ProcessLookupError):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)

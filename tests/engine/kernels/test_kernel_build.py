@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -108,6 +111,43 @@ def test_a_damaged_file_is_compiled_anew(fake: Path) -> None:
         assert building.build() == whole
         assert whole.read_text() == "made\n"
     assert (fake / "calls").read_text() == "x\n" * 4
+
+
+def test_what_a_killed_process_left_is_swept_but_not_what_may_be_in_use(fake: Path) -> None:
+    """An hour is longer than any compiler is given."""
+    folder = fake / "cache" / "kernels"
+    for name, minutes in (("tmpold", 61), ("tmpnew", 59)):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "half.so").touch()
+        then = time.time() - 60 * minutes
+        os.utime(folder / name, (then, then))
+    made = building.build()
+    assert sorted(p.name for p in folder.iterdir()) == sorted([made.name, "tmpnew"])
+
+
+def test_an_interrupt_ends_the_compiler_with_its_children_and_its_files(
+    fake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(compiler(fake, f"sleep 60 & echo $! > {fake}/child; wait")))
+    refused: list[KernelUnavailable] = []
+
+    def compiling() -> None:
+        try:
+            building.build()
+        except KernelUnavailable as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=compiling)
+    thread.start()
+    while not ((fake / "child").exists() and (fake / "child").read_text()):
+        time.sleep(0.01)
+    building.interrupt()
+    assert list((fake / "cache" / "kernels").iterdir()) == []
+    thread.join()
+    assert len(refused) == 1
+    child = Path("/proc", (fake / "child").read_text().strip(), "stat")
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+    building.interrupt()  # nothing runs: nothing happens
 
 
 @needs_kernel

@@ -24,10 +24,12 @@ from engine.errors import (
     ConfigError,
     ContextLengthExceeded,
     EngineUnavailable,
+    KernelUnavailable,
     Overloaded,
     RequestError,
     StepFailed,
 )
+from engine.kernels import build
 from engine.plan import GateCosts, StepCosts, StepPlan, StepResult
 from engine.scheduling.limits import Limits
 from engine.scheduling.scheduler import Scheduler
@@ -67,25 +69,49 @@ class Engine:
         self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="headwater-engine")
 
-    @classmethod
-    async def start(cls, config: EngineConfig) -> Engine:
-        """Load the model on the compute thread and start the loop. Raises ConfigError or ModelError."""
+    @staticmethod
+    def judge(config: EngineConfig) -> None:
+        """Raise ConfigError for settings that don't go together or with this machine.
+
+        Tells all that can be told without the model, and without torch unless a GPU is asked for.
+        """
         if config.tile % config.page_size:
             raise ConfigError(
                 f"HEADWATER_PAGE_SIZE={config.page_size} is not allowed: it must divide"
                 f" HEADWATER_TILE={config.tile}"
             )
         if config.cascade_costs:
-            GateCosts.parse(config.cascade_costs)  # what is wrong is told before the model is loaded
-        machine.calm_openmp()
-        from engine.runner import Runner  # torch comes with it
+            GateCosts.parse(config.cascade_costs)
+        if config.executor == "flashinfer":
+            _judge_gpu(config)
+        elif config.kv_gb * 1e9 > (limit := machine.memory_limit()):
+            raise ConfigError(
+                f"HEADWATER_KV_GB={config.kv_gb:g} is more than the memory, {limit / 1e9:.1f} GB"
+            )
+        if config.executor == "compiled":
+            _judge_kernel(config)
 
+    @classmethod
+    async def start(cls, config: EngineConfig) -> Engine:
+        """Load the model on the compute thread and start the loop. Raises ConfigError or ModelError.
+
+        Cancelled, it ends at once; what the thread has begun to load goes on, but for a compiler.
+        """
+        cls.judge(config)
+        if config.threads > (cpus := machine.usable_cpus()):
+            log.warning(
+                "HEADWATER_THREADS=%d is more than the %d CPUs that may be used: threads that wait for each"
+                " other's turn make every step slower",
+                *(config.threads, cpus),
+            )
+        machine.calm_openmp()
         sys.setswitchinterval(SWITCH_INTERVAL)
         compute = ThreadPoolExecutor(1, thread_name_prefix="headwater-compute")
         try:
-            runner = await asyncio.get_running_loop().run_in_executor(compute, Runner.load, config)
+            runner = await asyncio.get_running_loop().run_in_executor(compute, _load_runner, config)
         except BaseException:
             compute.shutdown(wait=False)
+            build.interrupt()
             raise
         return cls(config, runner, compute)
 
@@ -190,8 +216,6 @@ class Engine:
         is matched afterwards. Needs memory for both while it loads; if loading fails, the error is
         raised and the old model goes on.
         """
-        from engine.runner import Runner
-
         config = self.config if model is None else msgspec.structs.replace(self.config, model=model)
         self._scheduler.paused = True
         try:
@@ -199,7 +223,7 @@ class Engine:
             if self._failure.done():
                 raise EngineUnavailable("the engine is failed")
             loop = asyncio.get_running_loop()
-            runner = await loop.run_in_executor(self._compute, Runner.load, config)
+            runner = await loop.run_in_executor(self._compute, _load_runner, config)
         except BaseException:
             self._scheduler.paused = False
             self._wake.set()
@@ -356,3 +380,27 @@ class Engine:
             stream.rebind(partial(self._stop, id))
             self._streams[id] = stream
         self._wake.set()
+
+
+def _judge_gpu(config: EngineConfig) -> None:
+    if config.dtype == "float32":
+        raise ConfigError("HEADWATER_DTYPE=float32 is not served by the flashinfer executor: take bfloat16")
+    machine.calm_openmp()
+    from engine.attention.flashinfer_library import require_cuda  # torch comes with it
+
+    require_cuda()
+
+
+def _judge_kernel(config: EngineConfig) -> None:
+    try:
+        build.find_compiler()
+        if config.page_size % 16:
+            raise KernelUnavailable(f"pages of {config.page_size} tokens are not a multiple of 16")
+    except KernelUnavailable as error:
+        raise ConfigError(f"HEADWATER_EXECUTOR=compiled can't be had: {error}") from None
+
+
+def _load_runner(config: EngineConfig) -> StepRunner:
+    from engine.runner import Runner  # torch comes with it, which takes seconds: not on the loop's thread
+
+    return Runner.load(config)

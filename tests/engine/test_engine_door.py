@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from engine import (
     RequestError,
     RequestStream,
     SamplingParams,
+    machine,
 )
 from tests.engine.engines import Start, collect, prompt, request, run
 
@@ -132,3 +135,22 @@ async def test_a_constraint_binds_its_own_sequence_and_fails_alone(start: Start)
     assert failed == (cut[0][:4], "error", "too many even tokens")
     assert not any(token % 2 for token in cut[0])
     assert engine.stats().failed_steps == 0
+
+
+async def test_a_start_warns_once_of_more_threads_than_cpus_and_of_a_missing_compiler(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HEADWATER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 1)
+
+    async def warned(threads: int) -> list[str]:
+        caplog.clear()
+        await start(threads=threads)
+        return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+    alone = await warned(1)
+    assert len([text for text in alone if "no-such-compiler" in text]) == 1
+    assert not any("THREADS" in text for text in alone)
+    (threads,) = [text for text in await warned(2) if "THREADS" in text]
+    assert threads.startswith("HEADWATER_THREADS=2 is more than the 1 CPUs that may be used")

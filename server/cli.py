@@ -1,6 +1,7 @@
 """The `headwater` command: serve, models, keys, settings.
 
-Exit codes: 0 well, 1 the model or the machine is at fault, 2 a flag or setting is, 130 interrupted.
+Exit codes: 0 well, 1 the model or the machine is at fault, 2 a flag or setting is, 130 ended by SIGINT, 143
+by SIGTERM; a server that was ready ends well by either.
 Whatever needs torch is imported where it is used, so that --help answers at once.
 """
 
@@ -10,9 +11,11 @@ import argparse
 import errno
 import getpass
 import os
+import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from engine.config import EngineConfig, Setting, load, settings
 from engine.errors import ConfigError, HeadwaterError, ModelError
@@ -23,12 +26,13 @@ from server.settings import STRUCTS, effective, markdown, show, unknown_variable
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own); return the exit code."""
-    args, strays = (parser := _parser()).parse_known_args(argv)
-    if strays:
-        getattr(args, "parser", parser).error("unrecognized arguments: " + " ".join(strays))
-    command: Callable[[argparse.Namespace], int] = args.run
     try:
-        return command(args)
+        with _unwound_by_sigterm():
+            args, strays = (parser := _parser()).parse_known_args(argv)
+            if strays:
+                getattr(args, "parser", parser).error("unrecognized arguments: " + " ".join(strays))
+            command: Callable[[argparse.Namespace], int] = args.run
+            return command(args)
     except ConfigError as error:
         return _fail(str(error), 2)
     except HeadwaterError as error:
@@ -39,6 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+@contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """Let a SIGTERM end the process the way ctrl-C does, so that nothing half-written stays behind."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,8 +136,7 @@ def _settings(args: argparse.Namespace) -> int:
     if args.markdown:
         sys.stdout.write(markdown())
         return 0
-    load(EngineConfig)
-    load(ServerConfig)
+    _configs({})
     print("\n".join(effective(os.environ)))
     return 0
 
@@ -137,10 +150,8 @@ def _fields(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     given = {field: text for field, text in vars(args).items() if field not in ("run", "parser")}
-    engine_config = load(EngineConfig, overrides=given)
-    server_config = load(ServerConfig, overrides=given)
+    engine_config, server_config = _configs(given)
     _warn_of_strays()
-    _check_access(server_config)
     try:
         _make_present(engine_config.model, server_config)
         return _run(engine_config, server_config)
@@ -150,13 +161,17 @@ def _serve(args: argparse.Namespace) -> int:
         return _fail(_socket_trouble(error, server_config), 1)
 
 
-def _check_access(config: ServerConfig) -> None:
-    """Raise ConfigError for keys or origins that would stop the start, before a model is fetched."""
+def _configs(given: Mapping[str, str]) -> tuple[EngineConfig, ServerConfig]:
+    """Read the settings. ConfigError for all that would stop the start and shows without a model."""
+    engine_config, server_config = load(EngineConfig, overrides=given), load(ServerConfig, overrides=given)
+    from engine import Engine
     from server.cors import Cors
     from server.tenancy.access import open_keys
 
-    open_keys(config)
-    Cors(config.cors_origins)
+    Engine.judge(engine_config)
+    open_keys(server_config)
+    Cors(server_config.cors_origins)
+    return engine_config, server_config
 
 
 def _run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -164,7 +179,14 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
 
     from server.lifecycle import serve
 
-    return uvloop.run(serve(engine_config, server_config))
+    try:
+        code = uvloop.run(serve(engine_config, server_config))
+    except KeyboardInterrupt:
+        code = 130
+    if code > 128:
+        # A load that was cut off goes on in its thread, and an ordinary exit would wait for that.
+        os._exit(code)
+    return code
 
 
 def _socket_trouble(error: OSError, config: ServerConfig) -> str:

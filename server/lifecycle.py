@@ -10,6 +10,8 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -39,10 +41,12 @@ class End(NamedTuple):
 async def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until a signal or a failure ends it; return the exit code.
 
-    The first SIGINT or SIGTERM drains, the second cancels; SIGHUP reads the API keys again. Raises
-    ConfigError, ModelError, and OSError when it can't listen; all but ModelError are found out before the
-    model is loaded.
+    The first SIGINT or SIGTERM drains, the second cancels; SIGHUP reads the API keys again. While the model
+    is loading the first ends the start with 128 + its number: threads may then still run, and their work is
+    nothing to wait for. Raises ConfigError, ModelError, and OSError when it can't listen; all but ModelError
+    and what only the model shows are found out before anything listens.
     """
+    Engine.judge(engine_config)
     set_up_logging(server_config.log_level)
     backend = Backend()
     app = build_app(backend, server_config)
@@ -106,7 +110,11 @@ class Signals:
     def __init__(self, *, hang_up: Callable[[], None] | None = None) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
-        self._calls = {signal.SIGINT: self._count, signal.SIGTERM: self._count}
+        self.number = 0
+        """The first signal's."""
+        self._calls: dict[int, Callable[[], None]] = {
+            number: partial(self._count, number) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         if hang_up is not None:
             self._calls[signal.SIGHUP] = hang_up
 
@@ -123,7 +131,8 @@ class Signals:
         for number in self._calls:
             loop.remove_signal_handler(number)
 
-    def _count(self) -> None:
+    def _count(self, number: int) -> None:
+        self.number = self.number or number
         (self.second if self.first.is_set() else self.first).set()
 
 
@@ -133,7 +142,7 @@ async def _live(backend: Backend, engine_config: EngineConfig, config: ServerCon
     await _race(None, loading, signals.first.wait())
     if loading.cancelled():
         log.info("stopped while loading")
-        return End(0)
+        return End(128 + signals.number)
     engine, codec = loading.result()
     backend.start(engine, codec)
     for line in banner(engine.info):
@@ -155,9 +164,12 @@ async def _live(backend: Backend, engine_config: EngineConfig, config: ServerCon
 
 
 async def _load(config: EngineConfig) -> tuple[Engine, TextCodec]:
-    path = resolve(config.model).path
-    codec = await asyncio.to_thread(TextCodec.load, path)
-    await asyncio.to_thread(_make_ready, codec)
+    # Not asyncio's own threads: the loop's end would wait for them.
+    helper = ThreadPoolExecutor(1, thread_name_prefix="load")
+    try:
+        codec = await asyncio.get_running_loop().run_in_executor(helper, _load_codec, config.model)
+    finally:
+        helper.shutdown(wait=False)
     engine = await Engine.start(config)
     # All that is here now stays: no garbage collection need walk it while requests are answered.
     gc.collect()
@@ -165,12 +177,14 @@ async def _load(config: EngineConfig) -> tuple[Engine, TextCodec]:
     return engine, codec
 
 
-def _make_ready(codec: TextCodec) -> None:
-    """Do now what would keep the interpreter's lock for long when the first grammar comes."""
+def _load_codec(model: str) -> TextCodec:
+    """The codec, warm: what the first grammar needs would keep the interpreter's lock for long then."""
+    codec = TextCodec.load(resolve(model).path)
     try:
         codec.grammars.warm()
     except HeadwaterError as error:
         log.warning("grammars can't be used: %s", error)
+    return codec
 
 
 async def _drain(
@@ -206,7 +220,7 @@ async def _race(seconds: float | None, *runners: Awaitable[object]) -> None:
 
 
 def banner(info: EngineInfo) -> list[str]:
-    """Say what was started, in a few lines for people."""
+    """Say what was started, in a few lines for people. The engine has told its notes as warnings."""
     # One page holds zeros and is never lent: /metrics doesn't count it either.
     pages = info.num_pages - 1
     bits = "yes" if info.bit_identical else "NO"
@@ -216,7 +230,6 @@ def banner(info: EngineInfo) -> list[str]:
         f"KV pool: {pages} pages of {info.page_size} = {pages * info.page_size} tokens, "
         f"{info.kv_bytes / 1e9:.2f} GB",
         f"same bits warm and cold on this machine: {bits} (numerics {info.fingerprint})",
-        *info.notes,
         "ready",
     ]
 

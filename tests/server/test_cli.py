@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from engine import machine
 from engine.config import Setting, settings
 from server import __version__
 from server.cli import main
@@ -184,6 +187,12 @@ def test_no_line_is_printed_for_a_bad_account_or_a_weak_key(
         ("--mode serverless", "HEADWATER_API_KEYS_FILE"),
         ("--api-keys-file /nonesuch/keys", "'/nonesuch/keys' can't be read: No such file or directory"),
         ("--cors-origins example.com", "HEADWATER_CORS_ORIGINS: 'example.com' is not allowed"),
+        ("--cascade-costs byte=1", "HEADWATER_CASCADE_COSTS='byte=1' is not allowed"),
+        ("--page-size 48", "HEADWATER_PAGE_SIZE=48 is not allowed: it must divide HEADWATER_TILE=256"),
+        ("--tile 100", "HEADWATER_PAGE_SIZE=16 is not allowed: it must divide HEADWATER_TILE=100"),
+        ("--kv-gb 4096", "HEADWATER_KV_GB=4096 is more than the memory"),
+        ("--executor compiled --page-size 8", "HEADWATER_EXECUTOR=compiled can't be had: "),
+        ("--executor flashinfer --dtype float32", "HEADWATER_DTYPE=float32 is not served"),
     ],
 )
 def test_what_is_wrong_at_the_door_is_told_before_anything_is_fetched(
@@ -194,11 +203,18 @@ def test_what_is_wrong_at_the_door_is_told_before_anything_is_fetched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HEADWATER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(machine, "memory_limit", lambda: 8_000_000_000)
     assert exit_code(f"serve {flags}") == 2
     told = capsys.readouterr().err
     assert named in told
     assert told.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+    words = shlex.split(flags)
+    for flag, value in zip(words[::2], words[1::2], strict=True):
+        monkeypatch.setenv("HEADWATER_" + flag.removeprefix("--").replace("-", "_").upper(), value)
+    assert exit_code("settings") == 2
+    assert capsys.readouterr() == ("", told)
 
 
 def test_a_missing_model_is_told_in_one_line() -> None:
@@ -236,3 +252,31 @@ def test_a_taken_port_is_told_before_anything_is_downloaded(tmp_path: Path) -> N
     assert "is taken" in result.stderr
     assert "fetching" not in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_while_the_kernel_compiles_ends_the_start_and_leaves_nothing(
+    tmp_path: Path, smollm2: Path
+) -> None:
+    """A second one comes at once, as it does under impatient hands. The compiler would take a minute."""
+    (stand_in := tmp_path / "c++").write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\necho $$ > {tmp_path}/pid\nsleep 60\n'
+    )
+    stand_in.chmod(0o700)
+    cache = tmp_path / "cache"
+    env = {**os.environ, "HEADWATER_CACHE_DIR": str(cache), "CXX": str(stand_in)}
+    command = [sys.executable, "-m", "server", "serve", "--port", "0", "--model", str(smollm2)]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            while not (tmp_path / "pid").exists() and server.poll() is None:
+                time.sleep(0.02)
+            server.send_signal(signal.SIGINT)
+            server.send_signal(signal.SIGINT)
+            _, told = server.communicate(timeout=30)
+        finally:
+            server.kill()
+    assert server.returncode == 130, told
+    assert "Traceback" not in told
+    assert told.splitlines()[-1].endswith("stopped while loading")
+    assert list((cache / "kernels").iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -9,6 +9,7 @@ import signal
 import socket
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from aiohttp import ClientSession
 
@@ -89,6 +90,13 @@ async def test_the_start_says_what_is_served(life, caplog):
     assert "same bits warm and cold on this machine: yes" in caplog.text
 
 
+async def test_what_the_engine_has_warned_of_is_not_told_again():
+    """Its notes, such as why no kernel could be compiled, are in the log when the banner comes."""
+    info = FakeEngine().info
+    noted = msgspec.structs.replace(info, notes=("no compiled kernel, torch computes instead",))
+    assert lifecycle.banner(noted) == lifecycle.banner(info)
+
+
 async def test_a_taken_port_fails_before_anything_is_loaded(life):
     """O094: the second start fails at once; a restart on the same port works at once."""
     async with life() as client:
@@ -163,10 +171,13 @@ async def test_the_second_signal_or_the_time_limit_cuts_off(life, second_signal,
     assert "drained" not in caplog.text
 
 
-async def test_a_signal_while_loading_stops_the_start(life):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+async def test_a_signal_while_loading_stops_the_start(life, number, code):
+    """The codes that shells and supervisors know; one that comes after it changes nothing."""
     async with life() as client:
+        os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert await client.ending == 0
+        assert await client.ending == code
 
 
 async def test_a_failed_engine_ends_the_process_with_its_reason_last(life, caplog):
@@ -203,6 +214,8 @@ async def test_what_is_wrong_at_the_door_stops_the_start_before_anything_listens
     monkeypatch.setattr(lifecycle, "bind", lambda *address: bound.append(address))
     with pytest.raises(ConfigError, match=named):
         await lifecycle.serve(EngineConfig(), ServerConfig(port=0, **settings))
+    with pytest.raises(ConfigError, match="HEADWATER_TILE=100"):
+        await lifecycle.serve(EngineConfig(tile=100), ServerConfig(port=0))
     assert bound == []
 
 

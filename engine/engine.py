@@ -21,14 +21,13 @@ from engine import machine
 from engine.cache.pool import PagePool
 from engine.config import EngineConfig
 from engine.errors import (
-    ConfigError,
     ContextLengthExceeded,
     EngineUnavailable,
-    KernelUnavailable,
     Overloaded,
     RequestError,
     StepFailed,
 )
+from engine.judge import judge
 from engine.kernels import build
 from engine.plan import GateCosts, StepCosts, StepPlan, StepResult
 from engine.scheduling.limits import Limits
@@ -75,21 +74,7 @@ class Engine:
 
         Tells all that can be told without the model, and without torch unless a GPU is asked for.
         """
-        if config.tile % config.page_size:
-            raise ConfigError(
-                f"HEADWATER_PAGE_SIZE={config.page_size} is not allowed: it must divide"
-                f" HEADWATER_TILE={config.tile}"
-            )
-        if config.cascade_costs:
-            GateCosts.parse(config.cascade_costs)
-        if config.executor == "flashinfer":
-            _judge_gpu(config)
-        elif config.kv_gb * 1e9 > (limit := machine.memory_limit()):
-            raise ConfigError(
-                f"HEADWATER_KV_GB={config.kv_gb:g} is more than the memory, {limit / 1e9:.1f} GB"
-            )
-        if config.executor == "compiled":
-            _judge_kernel(config)
+        judge(config)
 
     @classmethod
     async def start(cls, config: EngineConfig) -> Engine:
@@ -380,24 +365,6 @@ class Engine:
             stream.rebind(partial(self._stop, id))
             self._streams[id] = stream
         self._wake.set()
-
-
-def _judge_gpu(config: EngineConfig) -> None:
-    if config.dtype == "float32":
-        raise ConfigError("HEADWATER_DTYPE=float32 is not served by the flashinfer executor: take bfloat16")
-    machine.calm_openmp()
-    from engine.attention.flashinfer_library import require_cuda  # torch comes with it
-
-    require_cuda()
-
-
-def _judge_kernel(config: EngineConfig) -> None:
-    try:
-        build.find_compiler()
-        if config.page_size % 16:
-            raise KernelUnavailable(f"pages of {config.page_size} tokens are not a multiple of 16")
-    except KernelUnavailable as error:
-        raise ConfigError(f"HEADWATER_EXECUTOR=compiled can't be had: {error}") from None
 
 
 def _load_runner(config: EngineConfig) -> StepRunner:

@@ -13,8 +13,8 @@ def judge(config: EngineConfig) -> None:
     """Raise ConfigError for settings that don't go together or with this machine; see Engine.judge."""
     if config.tile % config.page_size:
         raise ConfigError(
-            f"HEADWATER_PAGE_SIZE={config.page_size} is not allowed: it must divide"
-            f" HEADWATER_TILE={config.tile}"
+            f"HEADWATER_TILE={config.tile} and HEADWATER_PAGE_SIZE={config.page_size} don't go together:"
+            " a tile must be whole pages"
         )
     if config.cascade_costs:
         GateCosts.parse(config.cascade_costs)

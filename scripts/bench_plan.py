@@ -147,6 +147,9 @@ def main() -> int:
     parser.add_argument("--tile", type=int, default=256)
     parser.add_argument("--runs", type=int, default=11)
     args = parser.parse_args()
+    for name in ("sequences", "depth", "branches", "tile", "runs"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1")
     times = []
     for run in range(args.runs):
         batch = Batch(args.sequences, args.depth, args.branches, args.tile, seed=run)

@@ -291,7 +291,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], help="dtypes to check")
+    dtypes = ["bfloat16", "float32"]
+    parser.add_argument("--dtype", nargs="+", choices=dtypes, default=dtypes, help="dtypes to check")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=12, help="output tokens a prompt")
     parser.add_argument("--longest", type=int, default=770)

@@ -188,8 +188,14 @@ def test_no_line_is_printed_for_a_bad_account_or_a_weak_key(
         ("--api-keys-file /nonesuch/keys", "'/nonesuch/keys' can't be read: No such file or directory"),
         ("--cors-origins example.com", "HEADWATER_CORS_ORIGINS: 'example.com' is not allowed"),
         ("--cascade-costs byte=1", "HEADWATER_CASCADE_COSTS='byte=1' is not allowed"),
-        ("--page-size 48", "HEADWATER_PAGE_SIZE=48 is not allowed: it must divide HEADWATER_TILE=256"),
-        ("--tile 100", "HEADWATER_PAGE_SIZE=16 is not allowed: it must divide HEADWATER_TILE=100"),
+        (
+            "--page-size 48",
+            "HEADWATER_TILE=256 and HEADWATER_PAGE_SIZE=48 don't go together: a tile must be whole pages",
+        ),
+        (
+            "--tile 100",
+            "HEADWATER_TILE=100 and HEADWATER_PAGE_SIZE=16 don't go together: a tile must be whole pages",
+        ),
         ("--kv-gb 4096", "HEADWATER_KV_GB=4096 is more than the memory"),
         ("--executor compiled --page-size 8", "HEADWATER_EXECUTOR=compiled can't be had: "),
         ("--executor flashinfer --dtype float32", "HEADWATER_DTYPE=float32 is not served"),

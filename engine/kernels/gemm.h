@@ -9,7 +9,8 @@ namespace headwater {
 
 // What is read next is fetched into the second-level cache while a product computes, a few cache lines every kGroup
 // steps: all lines at once would hold up the product's own reads. A source says which lines: fetch(run, step, at, n) is
-// called at a step of a run, whose n vectors begin at `at`; part(i, n) is what to fetch beside block i of n blocks.
+// called at a step of a run, whose n vectors begin at `at`. Those of dot_all have part(i, n): what to fetch beside
+// block i of n blocks.
 constexpr int kGroup = 8, kLine = 64;
 
 // Nothing, where the hardware fetches as well by itself.

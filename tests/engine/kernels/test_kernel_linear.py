@@ -51,7 +51,8 @@ def test_rows_are_right_and_do_not_depend_on_their_company(
     torch.testing.assert_close(whole.double(), exact, atol=2e-5 * width**0.5, rtol=1e-5)
     for count in (*range(1, 35), 127, 128, 129, 257):
         rows = slice(7 * count % (ROWS - count + 1), None)
-        for number in (1, 2):
+        # Five are more than some weights have panels: threads without any of their own help others.
+        for number in (1, 2, 5) if count in (1, 9, 257) else (1, 2):
             torch.set_num_threads(number)
             assert torch.equal(linear.apply(x[rows][:count]), whole[rows][:count]), (count, number)
 
